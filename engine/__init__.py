@@ -1,0 +1,1 @@
+"""Continuous batching: scheduling, paged KV, models, sampling. Knows no grammar and no proposer."""
