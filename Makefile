@@ -29,7 +29,7 @@ ifneq ($(TORCH),) # pip then keeps it, so neither its pin nor that of the triton
 else
 	@cp constraints.txt $(VENV)/constraints.txt
 endif
-	@$(PIP) install -q -c $(VENV)/constraints.txt -e '.[dev]'
+	@PYTHONWARNINGS=ignore $(PIP) install -q -c $(VENV)/constraints.txt -e '.[dev]'
 	@mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/tightrope # pyright follows a link, not a finder
 	@touch $@
 
