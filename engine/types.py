@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -106,17 +106,19 @@ class Request:
         text: TextStream | None = None,
         parent: Request | None = None,
         index: int = 0,
-        max_tokens: int | None = None,
+        max_tokens: int = 1 << 30,
+        bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.request_id = request_id
         self.params = params
         self.seed = seed  # unsigned 64 bits: the key of every random number of this request
         self.token_ids = list(prompt_token_ids)
         self.num_prompt = len(self.token_ids)
-        self.max_tokens = max_tokens  # resolved: also bounded by the context when it is None
+        self.max_tokens = max_tokens  # EngineCore.add cuts it to what the context leaves
         self.stop_token_ids = stop_token_ids  # params.stop_token_ids: end the text always
         self.eos_token_ids = eos_token_ids  # of the model: end the text unless ignore_eos
         self.ignore_eos = params.ignore_eos  # a hook's admit may clear it (a grammar ends at EOS)
+        self.bad_words_token_ids = bad_words_token_ids
         self.text = text
         self.parent = parent  # for n > 1: child 0, whose prompt blocks are shared
         self.index = index
@@ -127,12 +129,14 @@ class Request:
         self.num_computed = 0
         self.num_pending = 0
         self.in_flight: Entry | None = None
-        self.device_draft: list[int] = []  # what a worker extension drafted after the last sample
+        self.device_draft: list[int] = []  # what worker extensions drafted after the last sample
+        self.sampled = False  # on its present row: a worker extension may have drafted for it
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.num_cached_tokens = 0
         self.logprobs: list[PositionLogprobs] = []
         self.prompt_logprobs: list[PositionLogprobs | None] = []
+        self.reports: dict[str, Any] = {}  # what hooks tell about it once it has ended
         self.cumulative_logprob = 0.0
         self.metrics = RequestMetrics()
 
