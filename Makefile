@@ -24,12 +24,12 @@ $(READY): pyproject.toml constraints.txt Makefile $(if $(TORCH),always)
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing into $(VENV); the first time this takes some minutes"
 ifneq ($(TORCH),) # pip then keeps it, so neither its pin nor that of the triton it names may contradict it
-	@$(PIP) install -q "$(TORCH)"
+	@$(PIP) install -qq "$(TORCH)"
 	@grep -v -e '^torch==' -e '^triton==' constraints.txt > $(VENV)/constraints.txt
 else
 	@cp constraints.txt $(VENV)/constraints.txt
 endif
-	@PYTHONWARNINGS=ignore $(PIP) install -q -c $(VENV)/constraints.txt -e '.[dev]'
+	@PYTHONWARNINGS=ignore $(PIP) install -qq -c $(VENV)/constraints.txt -e '.[dev]'
 	@mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/tightrope # pyright follows a link, not a finder
 	@touch $@
 
@@ -56,7 +56,7 @@ notebooks: model ## run the notebooks in full and write their outputs
 
 wheel: setup ## build dist/*.whl
 	@rm -rf build
-	@$(PIP) wheel -q --no-deps -w dist .
+	@$(PIP) wheel -qq --no-deps -w dist .
 
 clean: ## remove caches and build output; .venv stays
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage htmlcov

@@ -1,9 +1,8 @@
-"""A model that can be computed by hand, and an executor that is late: for tests of everything else.
+"""A hand-computable model and a late executor, for tests of schedulers, hooks and proposers.
 
-The next token's logits are a hash of the whole prefix, and the prefix is read back from the paged KV
-cache through the block tables. So a wrong slot, a stale block, a missed rollback or a bad prefix hit
-changes the tokens, and no floating-point noise hides or fakes a difference. Proposers, grammars and
-schedulers are tested against it in microseconds.
+The next token's logits are a hash of the whole prefix, and the prefix is read back from the paged
+KV cache through the block tables. So a wrong slot, a stale block, a missed rollback or a bad prefix
+hit changes the tokens, and no floating-point noise hides or fakes a difference.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .core import EngineCore
 from .executor import InlineExecutor, PendingResult
 from .hooks import EngineContext, SchedulerHook, WorkerExtension
 from .runner import Flight
-from .types import MaskRows, StepPlan, StepResult
+from .types import MaskRows, Request, StepResult
 from .worker import Worker
 
 _MODULUS = 1_000_003
@@ -58,7 +57,9 @@ class FakeAttention:
             tokens = self.slots[slots].tolist()
             if _UNWRITTEN in tokens:
                 raise AssertionError("attention reads a KV slot that was never written")
-            hashes += [prefix_hash(tokens[:end]) for end in range(length - num_query + 1, length + 1)]
+            hashes += [
+                prefix_hash(tokens[:end]) for end in range(length - num_query + 1, length + 1)
+            ]
         return torch.tensor(hashes, dtype=torch.int64)[:, None, None]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -68,7 +69,7 @@ class FakeAttention:
 
 
 class FakeModel:
-    """``logits_of(prefix)`` is the whole model; `forward` and `logits` compute it from the cache."""
+    """``logits_of(prefix)`` is the whole model; `forward` and `logits` read it off the cache."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -91,53 +92,56 @@ class FakeModel:
 
 
 class _LatePending:
-    """Its tokens may be read only after the next step has been launched."""
+    """Its tokens may not be read in the step that sampled them."""
 
     def __init__(self, pending: PendingResult, executor: LateExecutor) -> None:
         self._pending = pending
         self._executor = executor
-        self._step = executor.num_launched
+        self._step = executor.num_steps
 
     def wait(self) -> StepResult:
-        executor = self._executor
-        if executor.num_launched == self._step and not executor.idle:
-            raise AssertionError("a result was awaited before the next step was launched")
+        if self._executor.num_steps == self._step:
+            raise AssertionError("a result was awaited in the step that sampled it")
         return self._pending.wait()
 
 
 class LateExecutor(InlineExecutor):
-    """Delivers results one step late: an overlapped engine that peeks is caught.
-
-    ``idle`` is set by the driver when nothing else can be launched (the last results of a run).
-    """
+    """Delivers results one step late: an overlapped engine that peeks is caught."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
-        self.num_launched = 0
-        self.idle = False
-        self._waiting: _LatePending | None = None
-
-    def execute(self, plan: StepPlan) -> Flight:
-        self.num_launched += 1
-        return super().execute(plan)
+        self.num_steps = 0
 
     def sample(self, flight: Flight, masks: MaskRows | None) -> PendingResult:
         return _LatePending(super().sample(flight, masks), self)
 
 
-def fake_engine(
-    config: EngineConfig,
-    *,
-    vocab_size: int = 24,
-    eos_token_ids: frozenset[int] = frozenset(),
-    hooks: Sequence[SchedulerHook] = (),
-    extensions: Sequence[WorkerExtension] = (),
-) -> EngineCore:
-    """An `EngineCore` on a `FakeModel`; with ``config.overlap`` its results are one step late."""
-    attention = FakeAttention(config.num_blocks, config.block_size)
-    worker = Worker(
-        FakeModel(vocab_size), attention, config, vocab_size=vocab_size, extensions=extensions
-    )
-    executor = LateExecutor(worker) if config.overlap else InlineExecutor(worker)
-    context = EngineContext(config, vocab_size, eos_token_ids)
-    return EngineCore(config, executor, hooks, context)
+class FakeCore(EngineCore):
+    """An engine on a `FakeModel`. With ``config.overlap`` its results are one step late."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        vocab_size: int = 24,
+        eos_token_ids: frozenset[int] = frozenset(),
+        hooks: Sequence[SchedulerHook] = (),
+        extensions: Sequence[WorkerExtension] = (),
+    ) -> None:
+        self.model = FakeModel(vocab_size)
+        worker = Worker(
+            self.model,
+            FakeAttention(config.num_blocks, config.block_size),
+            config,
+            vocab_size=vocab_size,
+            extensions=extensions,
+        )
+        self.late = LateExecutor(worker) if config.overlap else None
+        executor = self.late or InlineExecutor(worker)
+        super().__init__(config, executor, hooks, EngineContext(config, vocab_size, eos_token_ids))
+
+    def step(self) -> list[Request]:
+        """One engine step; results of the step before may be read now."""
+        if self.late is not None:
+            self.late.num_steps += 1
+        return super().step()

@@ -109,7 +109,8 @@ class ModelConfig:
             max_position_embeddings=_integer(config, "max_position_embeddings"),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            # Qwen3 has no such field: its MLP never has biases.
+            mlp_bias=model_type == "llama" and bool(config.get("mlp_bias", False)),
         )
 
 
@@ -146,6 +147,8 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a mapping or null, got {value!r}")
     given = cast("Mapping[str, Any]", value or {})
+    if any(isinstance(inner, Mapping) for inner in given.values()):
+        raise ValueError(f"{name} must be one set for all layers, got one for each layer type")
     theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
     if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
         raise ValueError(f"rope_theta must be a positive number, got {theta!r}")
