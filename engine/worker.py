@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from .attention import AttentionBackend
+from .attention import AttentionBackend, make_backend
 from .config import EngineConfig
 from .hooks import WorkerExtension
+from .models.config import ModelConfig
 from .runner import CausalLM, Flight, Pending, Runner
 from .state import DeviceState
 from .types import MaskRows, StepPlan
@@ -56,3 +58,45 @@ class Worker:
     def sample(self, flight: Flight, masks: MaskRows | None) -> Pending:
         """Launch sampling behind a forward."""
         return self.runner.sample(flight, masks)
+
+
+class SizedModel(CausalLM, Protocol):
+    """A model file's ``Model``: it also says its sizes and where it lies."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+
+def build_worker(
+    model: SizedModel,
+    config: EngineConfig,
+    *,
+    attention: str = "sdpa",
+    extensions: Sequence[WorkerExtension] = (),
+) -> Worker:
+    """A worker around a loaded model, with a KV cache of ``config.num_blocks`` blocks.
+
+    Raises:
+        ValueError: ``attention`` names no backend.
+    """
+    sizes = model.config
+    backend = make_backend(
+        attention,
+        num_layers=sizes.num_layers,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        num_heads=sizes.num_heads,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    return Worker(
+        model,
+        backend,
+        config,
+        vocab_size=sizes.vocab_size,
+        device=model.device,
+        extensions=extensions,
+    )
