@@ -3,6 +3,8 @@
 Prompt chunks, decoding and verification are one call that differs only in lengths. (The seam is
 FlashInfer's; see DESIGN in the README.)
 
+`make_backend` builds one by name; a new backend is one file and one line there.
+
 Shape suffixes: T tokens of the step, B entries, H query heads, K KV heads, D head size, N blocks,
 S slots of a block, M most blocks of an entry.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -51,3 +54,39 @@ class AttentionBackend(Protocol):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole KV blocks (source, destination) in every layer."""
         ...
+
+
+BACKENDS = {"sdpa": ".attention_sdpa:SdpaBackend"}
+"""Name -> module and class. Imported when it is asked for: one may need what is not installed."""
+
+
+def make_backend(
+    name: str,
+    *,
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionBackend:
+    """Build the attention backend ``name`` with a KV cache for ``num_layers`` layers.
+
+    Raises:
+        ValueError: there is no backend of that name.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"attention must be one of {sorted(BACKENDS)}, got {name!r}")
+    module, _, attribute = BACKENDS[name].partition(":")
+    return getattr(import_module(module, __package__), attribute)(
+        num_layers=num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,0 +1,45 @@
+"""Qwen3 (``model_type`` "qwen3"): Llama with every query and key head normalised before rotation.
+
+The head size is its own setting here, independent of the hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from . import llama
+from .config import ModelConfig
+from .layers import NamedSlices, RMSNorm, rotate
+
+
+class DecoderLayer(llama.DecoderLayer):
+    """Llama's layer with two norms over the head size, shared by all the heads of a kind."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, index, dtype=dtype, device=device)
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(config.head_dim, eps, dtype=dtype, device=device)
+        self.k_norm = RMSNorm(config.head_dim, eps, dtype=dtype, device=device)
+
+    def named_slices(self, prefix: str) -> NamedSlices:
+        yield from super().named_slices(prefix)
+        yield from self.q_norm.named_slices(f"{prefix}self_attn.q_norm")
+        yield from self.k_norm.named_slices(f"{prefix}self_attn.k_norm")
+
+    def rotated(
+        self, qk_THE: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        # One norm without a weight serves both kinds; the weights differ by kind.
+        scaled_THE = F.rms_norm(qk_THE, self.q_norm.shape, None, self.q_norm.eps)
+        scaled_THE[:, : self.num_heads].mul_(self.q_norm.weight)
+        scaled_THE[:, self.num_heads :].mul_(self.k_norm.weight)
+        return rotate(scaled_THE, *rope)
+
+
+class Model(llama.Model):
+    """A causal language model for inference. Weights are undefined until `load_weights`."""
+
+    layer_class = DecoderLayer
