@@ -1,0 +1,256 @@
+"""JSON schemas: reading, checking, tidying, and validating finished text.
+
+The schema is checked before any grammar library sees it: libraries report broken schemas late,
+differently, or not at all, and huge ones can hold a compiler for minutes. Keywords that no document
+can violate (``"uniqueItems": false``, an array rule on a string) are removed before compiling, so
+that they are neither refused nor reported as unenforced.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, cast
+
+from jsonschema import exceptions
+from jsonschema.validators import Draft202012Validator, validator_for
+from jsonschema_specifications import REGISTRY
+
+MAX_DEPTH = 96  # nested JSON containers; validators recurse several frames a level
+MAX_ENUM = 50_000  # values of one enum
+MAX_BYTES = 4 << 20  # of JSON text
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLES = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+# Rules that only bind one type.
+_BINDS = {
+    "uniqueItems": "array",
+    "contains": "array",
+    "minContains": "array",
+    "maxContains": "array",
+    "unevaluatedItems": "array",
+    "propertyNames": "object",
+    "dependencies": "object",
+    "dependentRequired": "object",
+    "dependentSchemas": "object",
+    "unevaluatedProperties": "object",
+}
+# Formats that JSON Schema defines. Others are annotations: no document can violate them.
+# fmt: off
+STANDARD_FORMATS = frozenset((
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
+    "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template",
+    "json-pointer", "relative-json-pointer", "regex",
+))
+# fmt: on
+
+
+def load(schema: object) -> dict[str, Any]:
+    """Read what users hold as a schema into a mapping, checked. Raises ValueError."""
+    value: object
+    if isinstance(schema, str):
+        if len(schema) > MAX_BYTES:
+            raise ValueError(f"schema must be at most {MAX_BYTES} bytes, got {len(schema)}")
+        try:
+            value = json.loads(schema)
+        except RecursionError:
+            raise ValueError(f"schema must nest at most {MAX_DEPTH} levels") from None
+        except ValueError as error:
+            raise ValueError(f"schema is not valid JSON: {error}") from None
+    elif isinstance(schema, (bool, Mapping)):
+        value = cast("object", schema)
+    else:
+        value = _from_type(schema)
+    if value is False:
+        raise ValueError("schema must not be false: no document matches it")
+    if value is True:
+        value = {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"schema must be a JSON object or true, got {_short(value)}")
+    return _check(cast("Mapping[str, Any]", value))
+
+
+def _from_type(schema: object) -> object:
+    """The JSON schema of a Pydantic model class, a dataclass, a TypedDict or a type expression."""
+    is_type = isinstance(schema, type) or typing.get_origin(schema) is not None
+    if not is_type:
+        raise ValueError(
+            "schema must be a JSON schema (mapping, JSON text or true), a Pydantic model class, "
+            f"a dataclass or a TypedDict, got {_short(schema)}"
+        )
+    if importlib.util.find_spec("pydantic") is None:
+        raise ValueError("schema: Python types need pydantic (pip install pydantic)")
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+
+    try:
+        make = getattr(schema, "model_json_schema", None)
+        if make is not None:
+            return cast("object", make())
+        adapter: TypeAdapter[object] = TypeAdapter(cast("type[object]", schema))
+        return adapter.json_schema()
+    except PydanticUserError as error:
+        raise ValueError(f"schema: {schema!r} has no JSON schema: {error.message}") from None
+
+
+def _check(schema: Mapping[str, Any]) -> dict[str, Any]:
+    _check_depth(schema)
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        size = len(text.encode())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"schema cannot be written as JSON: {error}") from None
+    if size > MAX_BYTES:
+        raise ValueError(f"schema must be at most {MAX_BYTES} bytes, got {size}")
+    plain = cast("dict[str, Any]", json.loads(text))
+    try:
+        _validator_class(plain).check_schema(plain)
+    except exceptions.SchemaError as error:
+        raise ValueError(
+            f"schema is invalid at {error.json_path}: {_short(error.message, 300)}"
+        ) from None
+    except RecursionError:
+        raise ValueError(f"schema must nest at most {MAX_DEPTH} levels") from None
+    for path, node in walk(plain):
+        enum = node.get("enum")
+        if isinstance(enum, list):
+            count = len(cast("list[object]", enum))
+            if not 1 <= count <= MAX_ENUM:
+                raise ValueError(
+                    f"schema at {path}.enum must have 1 to {MAX_ENUM} values, got {count}"
+                )
+    return plain
+
+
+def _check_depth(schema: object) -> None:
+    """Without recursion, and before anything that recurses."""
+    level = [schema]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[object] = []
+        for node in level:
+            if isinstance(node, Mapping):
+                below.extend(cast("Mapping[object, object]", node).values())
+            elif isinstance(node, (list, tuple)):
+                below.extend(cast("list[object]", node))
+        if not below:
+            return
+        level = below
+    raise ValueError(f"schema must nest at most {MAX_DEPTH} levels")
+
+
+def walk(schema: Mapping[str, Any], path: str = "$") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every subschema that is an object, with its JSON path, the root first."""
+    yield path, cast("dict[str, Any]", schema)
+    for key, value in list(schema.items()):
+        items: list[tuple[str, Any]] = []
+        if key in _MAPS or key == "dependencies":
+            if isinstance(value, dict):
+                items = [(f"{path}.{key}.{k}", v) for k, v in cast("dict[str, Any]", value).items()]
+        elif key in _LISTS or (key == "items" and isinstance(value, list)):
+            if isinstance(value, list):
+                items = [(f"{path}.{key}[{i}]", v) for i, v in enumerate(cast("list[Any]", value))]
+        elif key in _SINGLES:
+            items = [(f"{path}.{key}", value)]
+        for where, node in items:
+            if isinstance(node, dict):
+                yield from walk(cast("dict[str, Any]", node), where)
+
+
+def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the keywords that no document can violate."""
+    copy = cast("dict[str, Any]", json.loads(json.dumps(schema)))
+    copy.pop("x-guidance", None)  # would switch compiler options behind the user's back
+    for _, node in walk(copy):
+        for key in _vacuous(node):
+            del node[key]
+    return copy
+
+
+def _vacuous(node: Mapping[str, Any]) -> list[str]:
+    kinds: Any = node.get("type")
+    types = {kinds} if isinstance(kinds, str) else set(kinds or ())
+    keys: list[str] = [k for k, t in _BINDS.items() if k in node and types and t not in types]
+    everything = (True, {})
+    tests = {
+        "uniqueItems": node.get("uniqueItems") is False,
+        "not": node.get("not", True) is False,
+        "unevaluatedItems": node.get("unevaluatedItems") in everything,
+        "unevaluatedProperties": node.get("unevaluatedProperties") in everything,
+        "propertyNames": node.get("propertyNames") in everything,
+        "dependencies": node.get("dependencies") == {},
+        "dependentRequired": node.get("dependentRequired") == {},
+        "dependentSchemas": node.get("dependentSchemas") == {},
+        "if": "then" not in node and "else" not in node,
+        "then": "if" not in node,
+        "else": "if" not in node,
+        "minContains": "contains" not in node,
+        "maxContains": "contains" not in node,
+        "format": node.get("format") not in STANDARD_FORMATS,
+    }
+    return list(dict.fromkeys(keys + [k for k, vacuous in tests.items() if k in node and vacuous]))
+
+
+def _validator_class(schema: Mapping[str, Any]) -> Any:
+    return validator_for(schema, default=Draft202012Validator)
+
+
+@lru_cache(maxsize=64)
+def _validator(source: str, formats: bool) -> Any:
+    schema = json.loads(source)
+    kind = _validator_class(schema)
+    # The registry holds the published meta-schemas and never fetches anything.
+    return kind(schema, registry=REGISTRY, format_checker=kind.FORMAT_CHECKER if formats else None)
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        seen: set[str] = set()
+        repeated = next(k for k, _ in pairs if k in seen or seen.add(k))
+        raise ValueError(f"repeated key {repeated!r}")
+    return names
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def validate(source: str, text: str, *, formats: bool = False) -> tuple[bool | None, str | None]:
+    """Whether ``text`` is strict JSON (no repeated keys, no NaN) that fits the schema.
+
+    Returns (verdict, what is wrong); the verdict is None where the validator itself fails, for
+    instance at a pattern in a regex dialect that it does not read. ``formats``: also check the
+    formats that jsonschema can check.
+    """
+    try:
+        document = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        return False, f"not valid JSON: {error}"
+    try:
+        found = exceptions.best_match(_validator(source, formats).iter_errors(document))
+    except Exception as error:  # a validator's own failure must not fail the request
+        return None, f"could not be validated: {type(error).__name__}: {_short(error)}"
+    if found is None:
+        return True, None
+    return False, f"{found.json_path}: {_short(found.message, 300)}"
+
+
+def _short(value: object, limit: int = 80) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
