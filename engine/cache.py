@@ -83,6 +83,10 @@ class KVCache:
         """A copy of the request's block table."""
         return list(self._get(request_id).block_ids)
 
+    def num_blocks(self, request_id: str) -> int:
+        """Length of the request's block table, without copying it."""
+        return len(self._get(request_id).block_ids)
+
     def match(self, token_ids: Sequence[int]) -> Match:
         """The longest chain of cached full blocks that is a prefix of ``token_ids``.
 

@@ -74,6 +74,7 @@ def test_request_without_slots_grows_later() -> None:
     assert cache.grow("a", 13) is None
     assert state(cache) == before
     assert cache.block_ids("a") == [0, 1]
+    assert cache.num_blocks("a") == 2
 
 
 def test_prompt_shorter_than_a_block_is_never_cached() -> None:
@@ -192,7 +193,7 @@ def test_nothing_old_is_found_after_a_reset() -> None:
 def test_unknown_and_repeated_requests_are_errors() -> None:
     cache = KVCache(4, 2)
     run(cache, "a", [1, 2])
-    for call in (cache.free, cache.block_ids):
+    for call in (cache.free, cache.block_ids, cache.num_blocks):
         with pytest.raises(KeyError, match="'x'"):
             call("x")
     with pytest.raises(KeyError, match="'x'"):
