@@ -155,13 +155,19 @@ def ordered_head(values_RV: torch.Tensor, count: int, token_V: torch.Tensor) -> 
     """Ids int64 ``[R, count]`` of the largest values, in order; ties by the lowest id.
 
     Ties are frequent (bfloat16 logits) and `torch.topk` breaks them as it likes, depending on
-    ``count``. So the keys are made unique: the value's bits, ordered as integers, above the id.
+    ``count``. So the keys are made unique: the value's bits, as integers in falling order, above
+    the id. On the CPU numpy sorts integers several times faster than torch.
     """
     bits_RV = (values_RV.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 is 0.0
-    ordered_RV = bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)
-    key_RV = (ordered_RV.long() << 32) | (0xFFFFFFFF - token_V)
-    if count < key_RV.shape[1]:
-        key_RK = key_RV.topk(count, -1).values
+    falling_RV = ~(bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF))
+    key_RV = (falling_RV.long() << 32) | token_V
+    whole = count >= key_RV.shape[1]
+    if key_RV.device.type == "cpu":
+        keys = key_RV.numpy()
+        keys = keys if whole else np.partition(keys, count - 1, axis=-1)[:, :count]
+        key_RK = torch.from_numpy(np.sort(keys, axis=-1))
+    elif whole:
+        key_RK = key_RV.sort(-1).values
     else:
-        key_RK = key_RV.sort(-1, descending=True).values
-    return 0xFFFFFFFF - (key_RK & 0xFFFFFFFF)
+        key_RK = key_RV.topk(count, -1, largest=False).values
+    return key_RK & 0xFFFFFFFF

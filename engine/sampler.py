@@ -36,7 +36,7 @@ from .sampling_state import SMALL_TOP_K, Feature, SamplingState, top_logprobs
 from .types import MaskRows, PositionLogprobs, Request
 
 _NEVER = float("-inf")
-_FIRST_HEAD = 1024  # candidates of top-p that are tried on the CPU before everything is sorted
+_HEADS = (1024, 8192)  # how many candidates the CPU tries for top-p before it sorts everything
 _NOISE_ELEMENTS = 1 << 23  # noise made at once: bounds temporary memory to a few 64 MiB tensors
 
 
@@ -243,12 +243,14 @@ def _truncate(
     top_p_N1 = column(numbers_NF, state.NUMBERS, "top_p")
     floor_N1 = column(numbers_NF, state.NUMBERS, "min_p").log().float()
     # Sums in float64: their rounding, which depends on the order of summation, decides nothing.
-    all_N1 = scaled_NV.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    all_N1 = torch.zeros_like(top_p_N1)
+    if features & Feature.WIDE:
+        all_N1 = scaled_NV.exp().sum(-1, keepdim=True, dtype=torch.float64)
     vocab_size = scaled_NV.shape[1]
     sizes = [vocab_size] if features & Feature.WIDE else [min(SMALL_TOP_K, vocab_size)]
-    if scaled_NV.device.type == "cpu" and vocab_size > _FIRST_HEAD and len(scaled_NV):
+    if scaled_NV.device.type == "cpu" and vocab_size > _HEADS[-1] and len(scaled_NV):
         largest = max(1, int(top_k_N1.max()))
-        sizes = [largest] if largest <= SMALL_TOP_K else [_FIRST_HEAD, vocab_size]
+        sizes = [largest] if largest <= SMALL_TOP_K else [*_HEADS, vocab_size]
     ids_NK, kept_NK = scaled_NV, scaled_NV
     for size in sizes:
         ids_NK = ordered_head(scaled_NV, size, state.token_V)
@@ -258,7 +260,7 @@ def _truncate(
         total_N1 = torch.where(top_k_N1 <= size, weight_NK.sum(-1, keepdim=True), all_N1)
         until_NK = weight_NK.cumsum(-1)
         wanted_N1 = torch.where(top_p_N1 < 1, top_p_N1 * total_N1, torch.inf)
-        if size < vocab_size and size != sizes[-1]:
+        if size != sizes[-1]:
             enough_N1 = (top_k_N1 <= size) | (until_NK[:, -1:] >= wanted_N1)
             if not bool(enough_N1.all()):
                 continue
