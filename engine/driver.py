@@ -130,7 +130,7 @@ class Driver:
                 self._abort(added)
                 raise
 
-    def ended(self, requests: Iterable[Request]) -> bool:
+    def ended(self, *requests: Request) -> bool:
         """Whether all of them have ended and their reports are in."""
         return not any(request.request_id in self._live for request in requests)
 
