@@ -8,16 +8,16 @@ that they are neither refused nor reported as unenforced.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import typing
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
-from jsonschema import exceptions
+from jsonschema import FormatChecker, exceptions
 from jsonschema.validators import Draft202012Validator, validator_for
 from jsonschema_specifications import REGISTRY
+
+from .python_types import schema_of
 
 MAX_DEPTH = 96  # nested JSON containers; validators recurse several frames a level
 MAX_ENUM = 50_000  # values of one enum
@@ -76,7 +76,7 @@ def load(schema: object) -> dict[str, Any]:
     elif isinstance(schema, (bool, Mapping)):
         value = cast("object", schema)
     else:
-        value = _from_type(schema)
+        value = schema_of(schema)
     if value is False:
         raise ValueError("schema must not be false: no document matches it")
     if value is True:
@@ -84,29 +84,6 @@ def load(schema: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"schema must be a JSON object or true, got {_short(value)}")
     return _check(cast("Mapping[str, Any]", value))
-
-
-def _from_type(schema: object) -> object:
-    """The JSON schema of a Pydantic model class, a dataclass, a TypedDict or a type expression."""
-    is_type = isinstance(schema, type) or typing.get_origin(schema) is not None
-    if not is_type:
-        raise ValueError(
-            "schema must be a JSON schema (mapping, JSON text or true), a Pydantic model class, "
-            f"a dataclass or a TypedDict, got {_short(schema)}"
-        )
-    if importlib.util.find_spec("pydantic") is None:
-        raise ValueError("schema: Python types need pydantic (pip install pydantic)")
-    from pydantic import TypeAdapter
-    from pydantic.errors import PydanticUserError
-
-    try:
-        make = getattr(schema, "model_json_schema", None)
-        if make is not None:
-            return cast("object", make())
-        adapter: TypeAdapter[object] = TypeAdapter(cast("type[object]", schema))
-        return adapter.json_schema()
-    except PydanticUserError as error:
-        raise ValueError(f"schema: {schema!r} has no JSON schema: {error.message}") from None
 
 
 def _check(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +97,8 @@ def _check(schema: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"schema must be at most {MAX_BYTES} bytes, got {size}")
     plain = cast("dict[str, Any]", json.loads(text))
     try:
-        _validator_class(plain).check_schema(plain)
+        # Without format checks: a pattern's dialect is the grammar's affair, not Python's.
+        _validator_class(plain).check_schema(plain, format_checker=FormatChecker(()))
     except exceptions.SchemaError as error:
         raise ValueError(
             f"schema is invalid at {error.json_path}: {_short(error.message, 300)}"

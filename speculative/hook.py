@@ -57,7 +57,8 @@ class SpeculativeHook(SchedulerHook):
         self.config = config
         self.proposers: list[Proposer] = make_proposers(config.proposers, config.options)
         for proposer in self.proposers:
-            missing = [m for m in ("propose", "observe", "release") if not hasattr(proposer, m)]
+            names = ("propose", "worth_waiting", "observe", "release")
+            missing = [name for name in names if not hasattr(proposer, name)]
             if missing:
                 raise ValueError(
                     f"speculation: {type(proposer).__name__} lacks {', '.join(missing)}; "
@@ -97,14 +98,26 @@ class SpeculativeHook(SchedulerHook):
         self._drafts = {}
         budget: dict[str, int] = {}
         asked: list[Request] = []
+        late: list[Request] = []
         for request in requests:
+            length = self._budget(request)
+            if length <= 0:
+                continue
             flight = request.in_flight
             if flight is not None and flight.samples and not flight.cancelled:
-                continue
-            length = self._budget(request)
-            if length > 0:
+                late.append(request)
+            else:
                 budget[request.request_id] = length
                 asked.append(request)
+        self._propose(asked, budget)
+        wishes = {request_id: len(tokens) for request_id, (_, tokens) in self._drafts.items()}
+        if late:
+            view = View(late, self._guided)
+            for proposer in self.proposers:
+                wishes |= dict.fromkeys(proposer.worth_waiting(view), 1)
+        return wishes
+
+    def _propose(self, asked: list[Request], budget: Mapping[str, int]) -> None:
         for proposer in self.proposers:
             if not asked:
                 break
@@ -115,7 +128,6 @@ class SpeculativeHook(SchedulerHook):
                 if tokens:
                     self._drafts[request.request_id] = (request.num_tokens, tokens)
             asked = [r for r in asked if r.request_id not in self._drafts]
-        return {request_id: len(tokens) for request_id, (_, tokens) in self._drafts.items()}
 
     def _usable(
         self,

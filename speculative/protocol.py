@@ -6,7 +6,7 @@ one-hot, so any proposer, good or bad, leaves the law of the output as it is and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -39,6 +39,14 @@ class Proposer(Protocol):
         """Drafts by request id, for any of ``view.requests``; ``budget`` is the most useful length
         of each. Longer drafts are cut. Called once before every step."""
         ...
+
+    def worth_waiting(self, view: View) -> Collection[str]:
+        """Ids of requests that should sit one step out to be drafted for.
+
+        Only asked when steps overlap, with requests whose last step is still in flight
+        (``request.in_flight``): launched ahead, they would get no host drafts at all.
+        """
+        return ()
 
     def observe(self, view: View) -> None:
         """These requests have new committed tokens (``request.token_ids``)."""

@@ -87,7 +87,11 @@ class LLGuidanceGrammar:
         ids = list(tokens)
         if ids and not (min(ids) >= 0 and max(ids) < self.backend.vocab_size):
             return False
-        return self.matcher.consume_tokens(ids)
+        # Behind a finished text the batch form refuses the end token, the single form takes it.
+        end = ids.pop() if ids and ids[-1] in self.backend.eos_token_ids else None
+        if ids and not self.matcher.consume_tokens(ids):
+            return False
+        return end is None or self.matcher.consume_token(end)
 
     def rollback(self, count: int) -> None:
         if not self.matcher.rollback(count):
@@ -139,7 +143,7 @@ class LLGuidanceBackend:
         )
         self.vocab_size = vocab_size
         self.mask_words = (vocab_size + 31) // 32
-        self._eos = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._executor = LLExecutor(max(1, min(16, os.cpu_count() or 1)))
         self._limits = LLParserLimits(verbose_errors=False)
 
@@ -195,8 +199,8 @@ class LLGuidanceBackend:
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             wrong = next(i for i, t in enumerate(tokens) if not 0 <= t < self.vocab_size)
             tokens = tokens[:wrong]
-        if not self._eos.isdisjoint(tokens):
-            end = next(i for i, t in enumerate(tokens) if t in self._eos)
+        if not self.eos_token_ids.isdisjoint(tokens):
+            end = next(i for i, t in enumerate(tokens) if t in self.eos_token_ids)
             tokens = tokens[: end + 1]
         return tokens
 

@@ -6,7 +6,7 @@ tokenizer itself would write them. A run of m forced tokens costs one forward in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from ...engine.types import Draft
@@ -29,3 +29,16 @@ class ForcedProposer(Proposer):
             if tokens:
                 drafts[request.request_id] = Draft(tokens)
         return drafts
+
+    def worth_waiting(self, view: View) -> Collection[str]:
+        """Where at least two forced tokens lie behind those in flight, a forward is saved."""
+        guided = view.guided
+        if guided is None:
+            return ()
+        waiting: list[str] = []
+        for request in view.requests:
+            if request.in_flight is not None and guided.is_guided(request.request_id):
+                needed = request.in_flight.num_draft + 1 + 2
+                if len(guided.forced(request.request_id, needed)) == needed:
+                    waiting.append(request.request_id)
+        return waiting
