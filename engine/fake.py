@@ -129,15 +129,16 @@ class FakeCore(EngineCore):
         extensions: Sequence[WorkerExtension] = (),
     ) -> None:
         self.model = FakeModel(vocab_size)
-        worker = Worker(
+        self.attention = FakeAttention(config.num_blocks, config.block_size)
+        self.worker = Worker(
             self.model,
-            FakeAttention(config.num_blocks, config.block_size),
+            self.attention,
             config,
             vocab_size=vocab_size,
             extensions=extensions,
         )
-        self.late = LateExecutor(worker) if config.overlap else None
-        executor = self.late or InlineExecutor(worker)
+        self.late = LateExecutor(self.worker) if config.overlap else None
+        executor = self.late or InlineExecutor(self.worker)
         super().__init__(config, executor, hooks, EngineContext(config, vocab_size, eos_token_ids))
 
     def step(self) -> list[Request]:

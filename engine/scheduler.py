@@ -108,7 +108,8 @@ class Scheduler:
             budget -= self._schedule_running(request, wishes, budget, plan)
         if not plan.preempted:
             self._admit_waiting(wishes, budget, plan)
-        plan.freed_rows, self._freed_rows = self._freed_rows, []
+        if plan:  # an empty plan reaches no worker: its extensions would never forget these rows
+            plan.freed_rows, self._freed_rows = self._freed_rows, []
         return plan
 
     def _schedule_running(
