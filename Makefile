@@ -13,23 +13,27 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTHON := $(shell for p in python3.11 python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := PYTHONWARNINGS=ignore $(PIP) install -qq --no-compile
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY) ## make .venv and install Tightrope and its tools into it
 
+# A newer pip resolves in a third of the time. Modules are compiled when first imported: compiling
+# all of torch and transformers takes longer than installing them.
 $(READY): pyproject.toml constraints.txt Makefile $(if $(TORCH),always)
 	@test -n "$(PYTHON)" || { echo "Tightrope needs python3.11, python3.12 or python3.13" >&2; exit 1; }
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing into $(VENV); the first time this takes some minutes"
+	@$(INSTALL) -c constraints.txt --upgrade pip
 ifneq ($(TORCH),) # pip then keeps it, so neither its pin nor that of the triton it names may contradict it
-	@$(PIP) install -qq "$(TORCH)"
+	@$(INSTALL) "$(TORCH)"
 	@grep -v -e '^torch==' -e '^triton==' constraints.txt > $(VENV)/constraints.txt
 else
 	@cp constraints.txt $(VENV)/constraints.txt
 endif
-	@PYTHONWARNINGS=ignore $(PIP) install -qq -c $(VENV)/constraints.txt -e '.[dev]'
+	@$(INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'
 	@mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/tightrope # pyright follows a link, not a finder
 	@touch $@
 
