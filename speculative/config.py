@@ -60,9 +60,9 @@ def _names(value: object) -> tuple[str | Proposer, ...]:
 
 
 def request_draft_length(setting: object, default: int) -> int:
-    """Read ``SamplingParams.speculation``: None is as the engine says, False is off, True on, an
+    """Read ``SamplingParams.speculation``: None is as the engine says, False is off, an
     integer or {"num_speculative_tokens": k} is the most draft tokens a step. Raises ValueError."""
-    if setting is None or setting is True:
+    if setting is None:
         return default
     if setting is False:
         return 0
