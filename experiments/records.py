@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -77,9 +78,9 @@ def contention() -> float:
     return min(_spin(2) for _ in range(3)) / min(_spin(1) for _ in range(3))
 
 
-def write(folder: Path, name: str, config: object, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def write(folder: Path, name: str, config: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Append one record to ``folder/name.jsonl`` and return it."""
-    settings = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config
+    settings = dataclasses.asdict(config)
     record = {"experiment": name, "config": settings, "metrics": dict(metrics), **environment()}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.jsonl").open("a") as file:
@@ -120,3 +121,13 @@ def interleaved(first: Callable[[], float], second: Callable[[], float], *, pair
         for arm, seconds in ((first, result.first), (second, result.second))[:: 1 - 2 * (i % 2)]:
             seconds.append(arm())
     return result
+
+
+def folder_argument(description: str | None) -> Path:
+    """``--out DIR`` of a script; by default the committed results of this kind of hardware."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = Path(__file__).resolve().parent / "results" / "cpu"
+    parser.add_argument("--out", type=Path, default=default, metavar="DIR")
+    return parser.parse_args().out

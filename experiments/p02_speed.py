@@ -1,0 +1,105 @@
+"""How fast is the engine beside transformers, and what does a grammar cost?
+
+Two CPU cores, float32, the same weights, interleaved pairs in one process. Expected: at least 1.3x
+transformers' tokens a second at batch 1, 1.15x at batch 16, and guided decoding at least 0.95x of
+the engine's own unguided step (an array of integers, forced drafts off).
+
+transformers runs ``generate`` with its default (dynamic) cache on prompts of equal length, so it
+pays for no padding. Both sides generate a fixed number of tokens; the time includes the prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.models.smollm2 import ensure_smollm2
+from ..engine.params import SamplingParams
+from ..guided import Guide
+from ..llm import LLM
+from .records import STOLEN_CORE, contention, folder_argument, interleaved, write
+from .reference import greedy, transformers_model
+
+ARRAY = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 999},
+    "minItems": 100,
+    "maxItems": 400,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    num_tokens: int = 48
+    pairs: int = 9
+    batches: tuple[int, ...] = (1, 16)
+
+
+def _prompts(llm: LLM, count: int) -> list[list[int]]:
+    """Chat prompts of one length: the message's number has always two digits."""
+    render = llm.get_tokenizer().apply_chat_template
+    texts = [
+        f"Explain in detail the number {i} and tell a long story about it."
+        for i in range(10, 10 + count)
+    ]
+    return [
+        list(render([{"role": "user", "content": t}], add_generation_prompt=True)["input_ids"])
+        for t in texts
+    ]
+
+
+def _timed(call: Callable[[], int]) -> float:
+    """Seconds a token."""
+    began = time.perf_counter()
+    tokens = call()
+    return (time.perf_counter() - began) / tokens
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Ratios are transformers' (or unguided) seconds a token over ours (or guided): above 1 wins."""
+    path = ensure_smollm2()
+    reference = transformers_model(path)
+    results: dict[str, Any] = {"contention_before": contention()}
+    plain = SamplingParams(temperature=0, max_tokens=config.num_tokens, ignore_eos=True)
+    guided = SamplingParams(
+        temperature=0, max_tokens=config.num_tokens, guide=Guide.json(ARRAY), speculation=False
+    )
+    # Repeated prompts would hit the prefix cache, which transformers has not.
+    with LLM(path, dtype="float32", enable_prefix_caching=False, max_model_len=512) as llm:
+
+        def ours(prompts: list[list[int]], params: SamplingParams) -> int:
+            outputs = llm.generate(prompts, params, progress=False)
+            return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+        def theirs(prompts: list[list[int]]) -> int:
+            return sum(map(len, greedy(reference, prompts, config.num_tokens)))
+
+        for batch in config.batches:
+            prompts = _prompts(llm, batch)
+            results[f"transformers_over_ours_{batch}"] = interleaved(
+                lambda p=prompts: _timed(lambda: theirs(p)),
+                lambda p=prompts: _timed(lambda: ours(p, plain)),
+                pairs=config.pairs,
+            ).summary()
+            results[f"unguided_over_guided_{batch}"] = interleaved(
+                lambda p=prompts: _timed(lambda: ours(p, plain)),
+                lambda p=prompts: _timed(lambda: ours(p, guided)),
+                pairs=config.pairs,
+            ).summary()
+    results["contention_after"] = contention()
+    worst = max(results["contention_before"], results["contention_after"])
+    results["stolen_core"] = worst > STOLEN_CORE
+    return results
+
+
+def main() -> None:
+    folder = folder_argument(__doc__)
+    record = write(folder, "p02_speed", Config(), run(Config()))
+    for name, value in record["metrics"].items():
+        print(name, value)
+
+
+if __name__ == "__main__":
+    main()
