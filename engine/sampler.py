@@ -261,7 +261,9 @@ def _truncate(
         until_NK = weight_NK.cumsum(-1)
         wanted_N1 = torch.where(top_p_N1 < 1, top_p_N1 * total_N1, torch.inf)
         if size != sizes[-1]:
-            enough_N1 = (top_k_N1 <= size) | (until_NK[:, -1:] >= wanted_N1)
+            # The mass under a top_k beyond this head is not known yet.
+            known_N1 = top_k_N1 >= vocab_size
+            enough_N1 = (top_k_N1 <= size) | (known_N1 & (until_NK[:, -1:] >= wanted_N1))
             if not bool(enough_N1.all()):
                 continue
         kept = within_NK & (until_NK - weight_NK < wanted_N1) & (values_NK >= floor_N1)
