@@ -79,6 +79,7 @@ class EngineCore:
         self._admitting: dict[str, list[Future[None]]] = {}
         self._previous: Launched | None = None
         self._releasing: list[Request] = []
+        self._unreported: list[Request] = []
 
     # --- requests ---
 
@@ -95,15 +96,17 @@ class EngineCore:
             )
         room = self.config.max_model_len - request.num_prompt
         request.max_tokens = min(request.max_tokens, room)
-        futures = self.hooks.admit(request)
+        futures, error = self.hooks.admit(request)
         request.arrival = self.counts.requests
         self.counts.requests += 1
         self._requests[request.request_id] = request
-        if request.max_tokens == 0:
-            self.scheduler.finish(request, "length")
-        elif futures:
+        if futures:
             self._admitting[request.request_id] = futures
-        else:
+        if error is not None:
+            self._finish(request, "error", error)
+        elif request.max_tokens == 0:
+            self._finish(request, "length")
+        elif not futures:
             self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -111,11 +114,12 @@ class EngineCore:
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, "abort")
-            self._collect_ended()
+            # Others may have ended since the last step: the next one reports them.
+            self._unreported += [other for other in self._collect_ended() if other is not request]
 
     def has_unfinished(self) -> bool:
         """Whether another `step` has anything to do."""
-        return bool(self._requests) or self._previous is not None
+        return bool(self._requests or self._unreported) or self._previous is not None
 
     def _finish(self, request: Request, reason: FinishReason, detail: str | None = None) -> None:
         for future in self._admitting.pop(request.request_id, ()):
@@ -158,7 +162,8 @@ class EngineCore:
         if not self.config.overlap:
             touched += self._commit_previous(None)
         self.counts.preemptions += len(plan.preempted)
-        touched += self._collect_ended()
+        touched += self._collect_ended() + self._unreported
+        self._unreported = []
         return list(dict.fromkeys(touched))
 
     def _let_in(self) -> None:
@@ -266,6 +271,9 @@ class EngineCore:
         for request_id in list(self._requests):
             self.abort(request_id)
         self._previous = None
+        for request in self._releasing:
+            self.hooks.release(request)
+        self._releasing = []
         self.hooks.close()
         self.executor.close()
 

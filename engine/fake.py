@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .attention import AttentionBatch
+from .attention import AttentionBackend, AttentionBatch
 from .config import EngineConfig
 from .core import EngineCore
 from .executor import InlineExecutor, PendingResult
@@ -75,7 +75,7 @@ class FakeModel:
         self.vocab_size = vocab_size
 
     def forward(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: FakeAttention
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         ids = input_ids_T[:, None, None]
         return attention.run(0, ids, ids, ids)[:, 0]

@@ -33,10 +33,30 @@ class HookChain:
             logger.error(message, exc_info=error)
         return message
 
-    def admit(self, request: Request) -> list[Future[None]]:
-        """Futures to wait for. A hook that raises refuses the request: the error propagates."""
-        futures = (hook.admit(request) for hook in self.hooks)
-        return [future for future in futures if future is not None]
+    def admit(self, request: Request) -> tuple[list[Future[None]], str | None]:
+        """Futures to wait for, and the error that fails the request at once.
+
+        A ValueError refuses the request: it propagates, and hooks that had let it in release it.
+        """
+        futures: list[Future[None]] = []
+        for i, hook in enumerate(self.hooks):
+            try:
+                future = hook.admit(request)
+            except ValueError:
+                for admitted in futures:
+                    admitted.cancel()
+                self._release(self.hooks[:i], request)
+                raise
+            except RequestError as error:
+                return futures, str(error)
+            except Exception as error:
+                message = self._log(hook, "admit", error)
+                if hook.owns(request):
+                    return futures, message
+                continue
+            if future is not None:
+                futures.append(future)
+        return futures, None
 
     def want(self, requests: Sequence[Request]) -> Wishes:
         """The largest wish for each request, host and device apart."""
@@ -57,22 +77,25 @@ class HookChain:
     def _guard(self, hook: SchedulerHook, phase: str, plan: StepPlan, call: Callable[[], Any]):
         """Run one phase of one hook. A RequestError fails and cancels its request and the phase
         runs again without it; any other exception fails every request the hook owns here."""
-        for _ in range(len(plan.entries) + 1):
+        failed: set[str] = set()
+        while True:
             try:
                 return call()
             except RequestError as error:
                 plan.fail(error.request_id, error)
                 plan.cancel(error.request_id)
-                if error.request_id not in plan.by_id:
-                    break
+                # Raised again for the same request: the hook cannot serve the others either.
+                if error.request_id not in failed and len(failed) <= len(plan.entries):
+                    failed.add(error.request_id)
+                    continue
+                message = self._log(hook, phase, error)
             except Exception as error:
                 message = self._log(hook, phase, error)
-                for entry in plan.entries:
-                    if hook.owns(entry.request):
-                        plan.fail(entry.request.request_id, message)
-                        plan.cancel(entry.request.request_id)
-                break
-        return None
+            for entry in plan.entries:
+                if hook.owns(entry.request):
+                    plan.fail(entry.request.request_id, message)
+                    plan.cancel(entry.request.request_id)
+            return None
 
     def plan(self, plan: StepPlan) -> None:
         """Let hooks write their drafts."""
@@ -115,7 +138,10 @@ class HookChain:
 
     def release(self, request: Request) -> None:
         """No step holds the request any more."""
-        for hook in self.hooks:
+        self._release(self.hooks, request)
+
+    def _release(self, hooks: Sequence[SchedulerHook], request: Request) -> None:
+        for hook in hooks:
             try:
                 hook.release(request)
             except Exception as error:

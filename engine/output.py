@@ -15,6 +15,8 @@ def commit_tokens(
     request: Request, entry: Entry, output: TokenResult, result: StepResult, now: float
 ) -> Ending | None:
     """Append an entry's tokens to its request. Returns (finish_reason, stop_reason) at the end."""
+    if request.params.prompt_logprobs is not None and not request.prompt_logprobs:
+        request.prompt_logprobs.append(None)  # position 0 has no logprob
     if output.prompt_logprobs is not None:
         _add_prompt_logprobs(request, entry, output)
     if not entry.samples:
@@ -22,7 +24,9 @@ def commit_tokens(
         return None
     kept: list[int] = []
     ending = None
-    for i, token in enumerate(output.tokens):
+    # An empty row sampled nothing, but the drafts accepted before it are text and may end it.
+    tokens = output.tokens[:-1] if output.error else output.tokens
+    for i, token in enumerate(tokens):
         request.token_ids.append(token)
         kept.append(token)
         if output.logprobs is not None:
@@ -31,6 +35,8 @@ def commit_tokens(
         ending = _ending(request, token)
         if ending is not None:
             break
+    if output.error and ending is None:
+        ending = "error", _empty_message(request)
     result.committed[request.request_id] = kept
     _count(request, entry, len(kept), len(output.tokens) - 1, now)
     return ending
@@ -59,21 +65,21 @@ def _count(request: Request, entry: Entry, kept: int, accepted: int, now: float)
         metrics.num_drafts += 1
         metrics.num_draft_tokens += entry.num_draft
         metrics.num_accepted_tokens += min(accepted, kept)
+    if not kept:
+        return
     if metrics.first_token_time is None:
         metrics.first_token_time = now
     metrics.last_token_time = now
 
 
 def _add_prompt_logprobs(request: Request, entry: Entry, output: TokenResult) -> None:
-    """Position 0 has no logprob. After a preemption the same positions come again."""
-    if not request.prompt_logprobs:
-        request.prompt_logprobs.append(None)
+    """After a preemption the same positions come again."""
     assert output.prompt_logprobs is not None
     already = len(request.prompt_logprobs) - 1 - entry.start
     request.prompt_logprobs += output.prompt_logprobs[max(0, already) :]
 
 
-def empty_message(request: Request) -> str:
+def _empty_message(request: Request) -> str:
     """Hard rules left no token: name the rules that this request has."""
     params = request.params
     rules: list[str] = []

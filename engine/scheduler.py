@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from .cache import KVCache
 from .config import EngineConfig
-from .output import commit_tokens, empty_message
+from .output import commit_tokens
 from .types import Draft, Entry, FinishReason, NewRow, Request, Status, StepPlan, StepResult
 
 
@@ -299,9 +299,6 @@ class Scheduler:
                 continue
             output = result.outputs.get(request.request_id)
             current = request.epoch == entry.epoch
-            if output is not None and output.error:
-                self.finish(request, "error", empty_message(request))
-                continue
             reason = None
             if output is not None:
                 if current and entry.samples:

@@ -195,8 +195,8 @@ class EngineMachine(RuleBasedStateMachine):
         cache = self.core.scheduler.cache
         fork = cache.fork
 
-        def counted(parent: str, child: str, num_tokens: int) -> list[tuple[int, int]] | None:
-            copies = fork(parent, child, num_tokens)
+        def counted(parent_id: str, child_id: str, num_tokens: int) -> list[tuple[int, int]] | None:
+            copies = fork(parent_id, child_id, num_tokens)
             if copies is not None:
                 self.events["fork sharing full blocks"] += num_tokens >= block_size
                 self.events["fork copying a partial block"] += bool(copies)
@@ -206,8 +206,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.ended: dict[str, list[int]] = {}
 
+    @precondition(lambda self: len(self.requests) - len(self.ended) < 8)
     @rule(
-        prompt=st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=9),
+        prompt=st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=9).map(tuple),
         temperature=st.sampled_from([0.0, 1.0]),
         seed=st.integers(0, 3),
         max_tokens=st.integers(1, 12),
@@ -225,7 +226,7 @@ class EngineMachine(RuleBasedStateMachine):
                 seed=derive_seed(seed, index),
                 min_tokens=min(min_tokens, values["max_tokens"]),
                 masked=self.masked and bool(self.script.rng.randrange(4)),
-                **{**values, "prompt": tuple(values["prompt"])},
+                **values,
             )
             self.script.specs[request_id] = spec
             self.script.modes[request_id] = self.script.rng.choice(self.modes)
@@ -247,6 +248,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 1 << 10))
     def abort(self, number: int) -> None:
         live = [r for name, r in self.requests.items() if name not in self.ended]
+        running = self.core.scheduler.running
+        live = running if running and number % 3 else live
         request = live[number % len(live)]
         in_flight = request.in_flight is not None
         self.events[f"abort while {request.status.value}"] += not in_flight
