@@ -264,6 +264,7 @@ class EngineCore:
             "mask_seconds": self.timers.masks,
             "sample_seconds": self.timers.sample,
             "commit_seconds": self.timers.commit,
+            **self.executor.stats(),
         }
 
     def close(self) -> None:

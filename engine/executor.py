@@ -29,6 +29,10 @@ class Executor(Protocol):
         """Launch everything behind the forward. ``masks`` may come late, never after this."""
         ...
 
+    def stats(self) -> dict[str, float]:
+        """Host seconds of the workers, summed over steps."""
+        ...
+
     def close(self) -> None:
         """Free the workers."""
         ...
@@ -45,6 +49,9 @@ class InlineExecutor:
 
     def sample(self, flight: Flight, masks: MaskRows | None) -> PendingResult:
         return self.worker.sample(flight, masks)
+
+    def stats(self) -> dict[str, float]:
+        return {"prepare_seconds": self.worker.runner.prepare_seconds}
 
     def close(self) -> None:
         pass

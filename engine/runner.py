@@ -8,6 +8,7 @@ read.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -102,15 +103,18 @@ class Runner:
         self.state = state
         self.block_size = block_size
         self.extensions = extensions
+        self.prepare_seconds = 0.0  # host time to write tables, gather inputs and plan attention
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Flight:
         """Launch the target forward of a closed plan."""
+        began = time.perf_counter()
         self.state.apply(plan)
         if plan.block_copies:
             self.attention.copy_blocks(plan.block_copies)
         batch = build_batch(plan, self.state, self.block_size)
         self.attention.plan(batch.attention)
+        self.prepare_seconds += time.perf_counter() - began
         hidden_TD = self.model.forward(batch.input_ids_T, batch.positions_T, self.attention)
         return Flight(plan, batch, hidden_TD)
 
