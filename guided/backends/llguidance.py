@@ -26,6 +26,14 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from ..protocol import Bitmask, FillJob, GrammarRefused, GrammarSpec, RefusalKind
 
+# Sets of tokens whose masks are made once: blanks, and text without quotes or escapes up to so many
+# characters. The library's own steps are 10 and 30; finer ones save about a third of a mask's time
+# near the end of a string with maxLength. They change no mask.
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (3, 6, 10, 15, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
 _UNSUPPORTED = re.compile(
     r"Unimplemented keys|not supported|Unknown format|not disjoint|unsupported", re.IGNORECASE
 )
@@ -139,7 +147,10 @@ class LLGuidanceBackend:
         if not eos_token_ids:
             raise ValueError("guide: the model has no end-of-sequence token to end a text with")
         self._tokenizer = LLTokenizer(
-            tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids)
+            tokenizer.to_str(),
+            n_vocab=vocab_size,
+            eos_token=sorted(eos_token_ids),
+            slices=_SLICES,
         )
         self.vocab_size = vocab_size
         self.mask_words = (vocab_size + 31) // 32
