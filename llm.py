@@ -138,7 +138,8 @@ class LLM:
         """Generate for one prompt or several; results come in their order.
 
         Args:
-            prompts: a text, a list of token ids, ``{"prompt_token_ids": [...]}``, or a list of
+            prompts: a text, a list of token ids, ``{"prompt": text}``,
+                ``{"prompt_token_ids": [...]}``, ``{"messages": [...]}`` (a chat), or a list of
                 these. A text gets the model's BOS token in front, if it has one.
             params: one for all, one for each, or None: the model's generation_config decides.
             progress: show a bar on stderr. None shows one for long work on a terminal or in a
@@ -267,6 +268,14 @@ class LLM:
         if self._bundle is None:
             raise ValueError("this model has no tokenizer: load it with tokenizer=...")
         return self._bundle.transformers
+
+    def get_default_params(self) -> SamplingParams:
+        """What is used without params: the model's generation_config."""
+        return self._inputs.default_params
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._bundle is not None and bool(self._bundle.chat_template)
 
     def close(self) -> None:
         """Abort what runs and free the model. Later calls raise RuntimeError."""

@@ -94,7 +94,10 @@ class InputProcessor:
     def _prompt(self, prompt: Any, where: str) -> Tokenized:
         text: str | None = None
         if isinstance(prompt, Mapping):
-            prompt = self._of_mapping(cast("Mapping[str, Any]", prompt), where)
+            mapping = cast("Mapping[str, Any]", prompt)
+            if mapping.get("messages") is not None:
+                return self._chat(mapping["messages"], where, add_generation_prompt=True)
+            prompt = self._of_mapping(mapping, where)
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
         if isinstance(prompt, str):
@@ -113,7 +116,7 @@ class InputProcessor:
                     raise ValueError(f"{where}: {key} must be a {kind.__name__}, got {value!r}")
                 return value
         raise ValueError(
-            f"{where} must have the key prompt_token_ids or prompt, got {sorted(prompt)}"
+            f"{where} must have the key prompt, prompt_token_ids or messages, got {sorted(prompt)}"
         )
 
     def _checked_ids(self, ids: Sequence[Any], where: str) -> list[int]:
@@ -173,22 +176,25 @@ class InputProcessor:
                 f"messages must be a list of messages, or a list of such lists, got {value!r}"
             )
         single = not value or isinstance(value[0], Mapping)
-        found: list[Tokenized] = []
-        for i, conversation in enumerate([value] if single else value):
-            where = "messages" if single else f"messages[{i}]"
-            _check_conversation(conversation, where)
-            bundle = self._bundle(where)
-            try:
-                text = bundle.render_chat(
-                    conversation,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    **(chat_template_kwargs or {}),
-                )
-            except Exception as error:  # a template is a program: it may raise anything
-                raise ValueError(f"{where}: {error}") from error
-            found.append(self._checked(text, bundle.encode(text, add_special_tokens=False), where))
-        return found
+        return [
+            self._chat(
+                conversation,
+                "messages" if single else f"messages[{i}]",
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for i, conversation in enumerate([value] if single else value)
+        ]
+
+    def _chat(self, conversation: Any, where: str, **template: Any) -> Tokenized:
+        _check_conversation(conversation, where)
+        bundle = self._bundle(where)
+        try:
+            text = bundle.render_chat(conversation, **template)
+        except Exception as error:  # a template is a program: it may raise anything
+            raise ValueError(f"{where}: {error}") from error
+        return self._checked(text, bundle.encode(text, add_special_tokens=False), where)
 
     # --- parameters and requests ---
 
@@ -262,7 +268,9 @@ class InputProcessor:
         return children
 
 
-_PROMPT_KINDS = 'a text, a list of token ids or {"prompt_token_ids": [...]}'
+_PROMPT_KINDS = (
+    'a text, a list of token ids or a mapping with "prompt", "prompt_token_ids" or "messages"'
+)
 
 
 def is_conversation(value: object) -> bool:
