@@ -58,7 +58,7 @@ def _timed(call: Callable[[], int]) -> float:
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Ratios are transformers' (or unguided) seconds a token over ours (or guided): above 1 wins."""
+    """Ratios: seconds a token of transformers over ours, of unguided over guided. Above 1 wins."""
     path = ensure_smollm2()
     reference = transformers_model(path)
     results: dict[str, Any] = {"contention_before": contention()}

@@ -1,7 +1,7 @@
 """Do thirty varied schemas hold on a real model, with and without forced drafts?
 
-SmolLM2, float32, 30 schemas x 3 runs (greedy, and two seeds at temperature 1) x forced drafts on and
-off. Expected: at least 85 % end with ``stop`` and validate, every other text is a prefix that a
+SmolLM2, float32, 30 schemas x 3 runs (greedy, and two seeds at temperature 1) x forced drafts on
+and off. Expected: at least 85 % end with ``stop`` and validate, every other text is a prefix that a
 fresh matcher of another backend (xgrammar) accepts, and greedy tokens are equal on and off.
 """
 

@@ -22,6 +22,6 @@ PROMPTS = (
     '{"name": "Ada", "age": 36}\n{"name": "Alan", "age":',
     "The meaning of the word 'tightrope' is",
     "Step 1: open the box. Step 2: read the manual. Step 3:",
-    "Photosynthesis is the process by which plants turn light into chemical energy. It takes place "
-    "in the chloroplasts, which hold a green pigment called chlorophyll. The process has two parts:",
+    "Photosynthesis is how plants turn light into chemical energy. It takes place in the "
+    "chloroplasts, which hold a green pigment called chlorophyll. The process has two parts:",
 )
