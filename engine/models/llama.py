@@ -1,9 +1,10 @@
 """Llama: the decoder of Llama 2 and 3, SmolLM2 and their kin (``model_type`` "llama").
 
 One forward serves prompt chunks, decoding and verification: tokens of all requests lie in one row
-[T], and the attention backend knows which belong together. Residual sums are made in place.
+[T], and the attention backend knows which belong together. Between attentions the rows are padded
+to a count that products like (`linear.cheap_rows`); residual sums are made in place.
 
-Shape suffixes: see `layers`; R rows whose logits are wanted, V vocabulary.
+Shape suffixes: see `layers`; P padded rows, R rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from ..attention import AttentionBackend
 from .config import ModelConfig
 from .layers import Linear, NamedSlices, RMSNorm, Rotary, SwigluMLP, load_named, rotate
-from .linear import linear
+from .linear import cheap_rows, linear, pad_rows
 
 
 class DecoderLayer:
@@ -65,20 +66,23 @@ class DecoderLayer:
 
     def forward(
         self,
-        hidden_TD: torch.Tensor,
+        hidden_PD: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         attention: AttentionBackend,
     ) -> None:
-        """Add this layer's output to ``hidden_TD`` in place."""
-        tokens = hidden_TD.shape[0]
+        """Add this layer's output to ``hidden_PD`` in place; its first T rows are the tokens."""
+        tokens, padded = rope[0].shape[0], hidden_PD.shape[0]
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv_THE = self.qkv(self.input_norm(hidden_TD)).view(tokens, -1, self.head_dim)
+        # Attention wants a token's heads together, whatever layout the product chose.
+        qkv_PO = self.qkv(self.input_norm(hidden_PD)).contiguous()
+        qkv_THE = qkv_PO.view(padded, -1, self.head_dim)[:tokens]
         qk_THE = self.rotated(qkv_THE[:, : heads + kv_heads], rope)
         attended_THE = attention.run(
             self.index, qk_THE[:, :heads], qk_THE[:, heads:], qkv_THE[:, heads + kv_heads :]
         )
-        hidden_TD += self.o(attended_THE.reshape(tokens, heads * self.head_dim))
-        hidden_TD += self.mlp(self.post_norm(hidden_TD))
+        attended_TO = attended_THE.reshape(tokens, heads * self.head_dim)
+        hidden_PD += self.o(pad_rows(attended_TO, padded))
+        hidden_PD += self.mlp(self.post_norm(hidden_PD))
 
 
 class Model:
@@ -130,13 +134,17 @@ class Model:
 
         ``input_ids_T`` and ``positions_T`` are int64 on the model's device.
         """
-        hidden_TD = F.embedding(input_ids_T, self.embedding_VD)
+        tokens = input_ids_T.shape[0]
+        padded = cheap_rows(tokens, self.embedding_VD)
+        hidden_PD = pad_rows(F.embedding(input_ids_T, self.embedding_VD), padded)
         rope = self.rotary.at(positions_T)
         for layer in self.layers:
-            layer.forward(hidden_TD, rope, attention)
-        return self.norm(hidden_TD)
+            layer.forward(hidden_PD, rope, attention)
+        return self.norm(hidden_PD[:tokens])
 
     @torch.inference_mode()
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Scores of the next token, float32 [R, V]."""
-        return linear(hidden_RD, self.head_VD).float()
+        rows = hidden_RD.shape[0]
+        padded_PD = pad_rows(hidden_RD, cheap_rows(rows, self.head_VD))
+        return linear(padded_PD, self.head_VD)[:rows].float().contiguous()

@@ -6,11 +6,10 @@ The head size is its own setting here, independent of the hidden size.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from . import llama
 from .config import ModelConfig
-from .layers import NamedSlices, RMSNorm, rotate
+from .layers import NamedSlices, RMSNorm, rms_norm, rotate
 
 
 class DecoderLayer(llama.DecoderLayer):
@@ -33,10 +32,10 @@ class DecoderLayer(llama.DecoderLayer):
         self, qk_THE: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         # One norm without a weight serves both kinds; the weights differ by kind.
-        scaled_THE = F.rms_norm(qk_THE, self.q_norm.shape, None, self.q_norm.eps)
-        scaled_THE[:, : self.num_heads].mul_(self.q_norm.weight)
-        scaled_THE[:, self.num_heads :].mul_(self.k_norm.weight)
-        return rotate(scaled_THE, *rope)
+        normed_THE = rms_norm(qk_THE, None, self.q_norm.eps)
+        normed_THE[:, : self.num_heads].mul_(self.q_norm.weight)
+        normed_THE[:, self.num_heads :].mul_(self.k_norm.weight)
+        return rotate(normed_THE, *rope)
 
 
 class Model(llama.Model):
