@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTHON := $(shell for p in python3.11 python3.12 python3.13; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PROOFS := $(basename $(notdir $(sort $(wildcard experiments/p[0-9]*.py))))
 INSTALL := PYTHONWARNINGS=ignore $(PIP) install -qq --no-compile
 
 help: ## print the targets
@@ -53,7 +54,8 @@ check: setup ## lint, formatting, types, architecture
 	@$(BIN)/python -m pytest -q tests/architecture
 
 proof: model ## run the long identities and speed pairs, whose records are committed
-	@$(BIN)/python -m pytest -q -m "slow and not gpu"
+	@$(BIN)/python -m pytest -q -m "slow and not gpu" || test $$? = 5 # 5: there are none
+	@set -e; for proof in $(PROOFS); do $(BIN)/python -m tightrope.experiments.$$proof; done
 
 notebooks: model ## run the notebooks in full and write their outputs
 	@$(BIN)/python -m pytest -q --nbmake --overwrite notebooks

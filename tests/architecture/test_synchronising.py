@@ -18,6 +18,8 @@ HOT = (
     "sampler.py",
     "noise.py",
     "logprobs.py",
+    "processors.py",
+    "sampling_state.py",
     "attention*.py",
 )
 LOADING = {"weights.py", "gguf_weights.py", "zoo.py", "tokenizer.py", "smollm2.py"}
@@ -25,8 +27,12 @@ WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_sel
 
 # (file, function) -> why the host may wait, or does not wait, there.
 ALLOWED: dict[tuple[str, str], str] = {
+    ("engine/attention_sdpa.py", "SdpaBackend.plan"): "exact lengths, read on the CPU only",
     ("engine/batch.py", "build_batch"): "lists of the host's own numpy counts",
+    ("engine/logprobs.py", "TokenLogprobs.to_host"): "called once a step has been waited for",
+    ("engine/processors.py", "rows_where"): "on the CPU only; a device keeps every row",
     ("engine/runner.py", "Pending._read"): "the place where a step's tokens reach the host",
+    ("engine/sampler.py", "_draw_random"): "on the CPU only; a device keeps every row",
 }
 
 Found = dict[tuple[str, str], list[str]]
