@@ -21,7 +21,7 @@ from .engine.core import EngineCore
 from .engine.driver import Driver
 from .engine.executor import InlineExecutor
 from .engine.hooks import EngineContext, SchedulerHook, WorkerExtension
-from .engine.inputs import InputProcessor, Message, Prompt, Tokenized, is_conversation
+from .engine.inputs import InputProcessor, Message, Prompt, Tokenized
 from .engine.models.tokenizer import load_tokenizer, wrap_transformers
 from .engine.models.zoo import LoadedModel, from_pretrained_model, load_model, resolve
 from .engine.outputs import DeltaReader, RequestOutput, StreamDelta, result_of
@@ -188,14 +188,9 @@ class LLM:
         ``output``. Closing the generator, or Ctrl-C, aborts the request. Several streams may be
         read alternately, or from several threads.
         """
-        if is_conversation(prompt):
-            prepared = self._inputs.chats(cast("Sequence[Message]", prompt))
-        else:
-            prepared = self._inputs.prompts(cast("Prompt", prompt))
-            if len(prepared) != 1 or (prepared[0].text is None and _is_batch(prompt)):
-                raise ValueError(f"stream takes one prompt, got a list of {len(prepared)}")
+        prepared = self._inputs.prompt(prompt)
         (chosen,) = self._inputs.params(params, 1)
-        return self._stream(prepared[0], chosen)
+        return self._stream(prepared, chosen)
 
     def _run(
         self,
@@ -294,15 +289,6 @@ class LLM:
             f"max_model_len={config.max_model_len}, max_num_seqs={config.max_num_seqs}, "
             f"kv_cache={config.num_blocks * config.block_size} tokens)"
         )
-
-
-def _is_batch(prompt: object) -> bool:
-    """Whether a one-element list holds a prompt, rather than being one of one token."""
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
-        and not (prompt and isinstance(prompt[0], int))
-    )
 
 
 def _check_hooks(hooks: Sequence[SchedulerHook]) -> None:

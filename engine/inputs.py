@@ -83,13 +83,19 @@ class InputProcessor:
         value: Any = prompts
         if hasattr(value, "tolist"):  # an array or tensor of token ids
             value = value.tolist()
-        if isinstance(value, str | Mapping):
+        if _is_single(value):
             return [self._prompt(value, "prompt")]
         if not isinstance(value, Sequence) or isinstance(value, bytes):
             raise ValueError(f"prompts must be {_PROMPT_KINDS}, or a list of these, got {value!r}")
-        if value and isinstance(value[0], Integral):
-            return [self._prompt(value, "prompt")]
         return [self._prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(value)]
+
+    def prompt(self, prompt: Prompt | Sequence[Message]) -> Tokenized:
+        """Exactly one prompt, or one list of messages."""
+        if is_conversation(prompt):
+            return self.chats(cast("Sequence[Message]", prompt))[0]
+        if isinstance(prompt, Sequence) and prompt and not _is_single(prompt):
+            raise ValueError(f"prompt must be {_PROMPT_KINDS}, got a list of {len(prompt)} prompts")
+        return self._prompt(prompt, "prompt")
 
     def _prompt(self, prompt: Any, where: str) -> Tokenized:
         text: str | None = None
@@ -109,15 +115,17 @@ class InputProcessor:
         return self._checked(text, ids, where)
 
     def _of_mapping(self, prompt: Mapping[str, Any], where: str) -> Any:
-        for key, kind in (("prompt_token_ids", Sequence), ("prompt", str)):
-            value = prompt.get(key)
-            if value is not None:
-                if not isinstance(value, kind) and not hasattr(value, "tolist"):
-                    raise ValueError(f"{where}: {key} must be a {kind.__name__}, got {value!r}")
-                return value
-        raise ValueError(
-            f"{where} must have the key prompt, prompt_token_ids or messages, got {sorted(prompt)}"
-        )
+        ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        if isinstance(ids, str):
+            raise ValueError(f"{where}: prompt_token_ids must be a list of token ids, got {ids!r}")
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{where}: prompt must be a text, got {text!r}")
+        if ids is None and text is None:
+            raise ValueError(
+                f"{where} must have the key prompt, prompt_token_ids or messages, "
+                f"got {sorted(prompt)}"
+            )
+        return text if ids is None else ids
 
     def _checked_ids(self, ids: Sequence[Any], where: str) -> list[int]:
         for i, token in enumerate(ids):
@@ -271,6 +279,13 @@ class InputProcessor:
 _PROMPT_KINDS = (
     'a text, a list of token ids or a mapping with "prompt", "prompt_token_ids" or "messages"'
 )
+
+
+def _is_single(value: object) -> bool:
+    """Whether this is one prompt rather than a list of prompts."""
+    if isinstance(value, str | Mapping):
+        return True
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], Integral)
 
 
 def is_conversation(value: object) -> bool:

@@ -36,6 +36,15 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+_THREADS = torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> None:
+    """Tiny models gain nothing from threads, and on busy cores their barriers cost tenfold."""
+    torch.set_num_threads(_THREADS if request.node.get_closest_marker("slow") else 1)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with config, weights (float32), tokenizer, chat template and generation config.
