@@ -111,7 +111,7 @@ def _demo_row(name: str, guide: Guide, output: RequestOutput) -> dict[str, Any]:
 def _demo_table(rows: Sequence[dict[str, Any]]) -> Any:
     table = Table(title="one person as JSON, temperature 0")
     table.add_column("")
-    for heading in ("tokens", "tokens/s", "forwards a token", "accepted drafts", "fits the schema"):
+    for heading in ("tokens", "tokens/s", "forwards/token", "accepted", "valid"):
         table.add_column(heading, justify="right")
     for row in rows:
         share = row["accepted_share"]
