@@ -77,14 +77,15 @@ class SdpaBackend:
         )
         self._keys = [layer[:, 0] for layer in self.kv_cache]
         self._values = [layer[:, 1] for layer in self.kv_cache]
+        # The host's lengths may be upper bounds. On the CPU the exact ones are at hand.
+        self.exact_lengths = device.type == "cpu"
         self._groups: list[_Group] = []
         self._slot_mapping_T = torch.empty(0, dtype=torch.int64, device=device)
 
     def plan(self, batch: AttentionBatch) -> None:
         """Group the entries and build the index tensors that all the layers share."""
         self._slot_mapping_T = batch.slot_mapping_T
-        # The host's lengths may be upper bounds. On the CPU the exact ones are at hand.
-        exact = batch.seq_lens_B.device.type == "cpu"
+        exact = self.exact_lengths
         seq_lens: list[int] = batch.seq_lens_B.tolist() if exact else batch.seq_lens
         self._groups = [
             self._plan_group(batch, members, seq_lens, exact)

@@ -157,11 +157,13 @@ def test_long_chunk_with_decoding_and_verification(block_size: int) -> None:
     assert paged.step([1, 1, 1, 300]) < 1e-5
 
 
-def test_lengths_of_entries_launched_ahead_are_upper_bounds() -> None:
+@pytest.mark.parametrize("exact", [True, False], ids=["read", "not-read"])
+def test_lengths_of_entries_launched_ahead_are_upper_bounds(exact: bool) -> None:
     paged = Paged(heads=4, kv_heads=2, size=16, block_size=4, capacity=200)
+    paged.backend.exact_lengths = exact  # False: as on a device whose lengths nobody waits for
     for _ in range(3):
         paged.add()
-    for counts in ([7, 0, 0], [1, 0, 0], [1, 30, 2], [1, 1, 1]):
+    for counts in ([7, 0, 0], [1, 0, 0], [1, 30, 2], [1, 1, 1], [0, 1, 0], [0, 0, 20]):
         assert paged.step(counts, overestimate=5) < 1e-5
 
 

@@ -14,7 +14,7 @@ from tightrope.engine.attention import AttentionBatch, make_backend
 from tightrope.engine.attention_sdpa import SdpaBackend
 from tightrope.engine.models import llama, qwen3
 from tightrope.engine.models.config import ModelConfig
-from tightrope.engine.models.linear import linear
+from tightrope.engine.models.linear import cheap_rows, linear, pad_rows
 
 CPU = torch.device("cpu")
 VOCAB = 128
@@ -203,16 +203,40 @@ def test_many_rows_at_once(reference: Reference, count: int) -> None:
     assert run.error(theirs) < 1e-4
 
 
-def test_rows_do_not_depend_on_their_company() -> None:
-    """Within the sizes of one request's verification, rows are equal bit by bit."""
+@pytest.mark.parametrize("bias", [False, True])
+def test_padded_products_equal_float64_at_every_row_count(bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.randn(96, 64, generator=generator)
-    x_RI = torch.randn(32, 64, generator=generator)
+    bias_O = torch.randn(96, generator=generator) if bias else None
+    x_RI = torch.randn(140, 64, generator=generator)
     expected = x_RI.double() @ weight_OI.double().T
-    for rows in range(1, 33):
-        got = linear(x_RI[:rows], weight_OI)
-        assert got.shape == (rows, 96)
-        torch.testing.assert_close(got.double(), expected[:rows], atol=1e-4, rtol=1e-5)
+    if bias_O is not None:
+        expected += bias_O.double()
+    for rows in [*range(1, 40), 64, 127, 128, 140]:
+        padded = cheap_rows(rows, weight_OI)
+        assert rows <= padded <= rows + 7
+        got = linear(pad_rows(x_RI[:rows], padded), weight_OI, bias_O)
+        assert got.shape == (padded, 96)
+        torch.testing.assert_close(got[:rows].double(), expected[:rows], atol=1e-4, rtol=1e-5)
+
+
+def test_decoding_and_short_verification_give_equal_bits() -> None:
+    """Up to four rows share one padded product: a row does not depend on its company."""
+    generator = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn(960, 576, generator=generator)
+    x_RI = torch.randn(4, 576, generator=generator)
+    together = linear(x_RI, weight_OI)
+    for rows in (1, 2, 3):
+        assert cheap_rows(rows, weight_OI) == 4
+        assert torch.equal(linear(pad_rows(x_RI[:rows], 4), weight_OI)[:rows], together[:rows])
+
+
+def test_other_dtypes_are_not_padded() -> None:
+    weight_OI = torch.randn(8, 4, dtype=torch.bfloat16)
+    assert [cheap_rows(rows, weight_OI) for rows in (1, 3, 17)] == [1, 3, 17]
+    x_RI = torch.randn(3, 4, dtype=torch.bfloat16)
+    assert pad_rows(x_RI, 3) is x_RI
+    assert torch.equal(linear(x_RI, weight_OI), torch.nn.functional.linear(x_RI, weight_OI))
 
 
 def test_bfloat16_logits_are_float32_and_close() -> None:
