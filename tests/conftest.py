@@ -1,13 +1,18 @@
-"""Shared fixtures: a tiny random Llama checkpoint on disk, as transformers would have saved it."""
+"""Shared fixtures: a tiny random Llama checkpoint on disk, and an LLM on it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+if TYPE_CHECKING:
+    from tightrope import LLM
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -87,3 +92,21 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+@pytest.fixture(scope="session")
+def shared_llm(tiny_checkpoint: Path) -> Iterator[LLM]:
+    """An engine on the tiny checkpoint that tests share; see `llm`."""
+    from tightrope import LLM
+
+    with LLM(tiny_checkpoint, device="cpu", max_num_seqs=8) as made:
+        yield made
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    """The shared engine, which every test must leave empty."""
+    yield shared_llm
+    stats = shared_llm.stats()
+    assert (stats["running"], stats["waiting"]) == (0, 0)
+    assert stats["free_blocks"] == stats["blocks"]
