@@ -78,7 +78,10 @@ class SchedulerHook:
         return None
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """A step was committed. ``result.committed[request_id]`` are its new tokens."""
+        """A step was committed. ``result.committed[request_id]`` are its new tokens.
+
+        Fail one request with ``plan.fail``: the call is never repeated, so raising leaves the
+        requests behind it unobserved."""
 
     def release(self, request: Request) -> None:
         """The request has ended and no step holds it any more."""
