@@ -34,6 +34,8 @@ class RequestError(Exception):
 
 
 class Status(Enum):
+    """Where a request stands."""
+
     WAITING = "waiting"  # outside the batch: newly added, preempted, or waiting for a hook
     RUNNING = "running"  # owns a row and blocks
     FINISHED = "finished"

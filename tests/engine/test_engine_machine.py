@@ -21,7 +21,7 @@ from tightrope.tests.engine.machine import HARD_EVENTS, explore
 
 
 def test_requests_get_their_plain_tokens_and_every_hard_event_is_reached() -> None:
-    counter = explore(240, 40, [Phase.generate, Phase.shrink])
+    counter = explore(200, 40, [Phase.generate, Phase.shrink])
     print(dict(counter))
     assert {name: counter[name] for name in HARD_EVENTS if counter[name] < 50} == {}
 
