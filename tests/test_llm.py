@@ -222,6 +222,18 @@ def test_metrics_count(llm: LLM) -> None:
     )
 
 
+def test_progress_is_shown_on_stderr_when_asked(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate(["a", "hello"], GREEDY)
+    assert capsys.readouterr() == ("", "")
+    llm.generate(["a", "hello"], GREEDY, progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "2/2" in captured.err
+    assert "tokens/s" in captured.err
+
+
 def test_end_tokens_end_the_text(llm: LLM) -> None:
     force = GREEDY.replace(ignore_eos=False, logit_bias={2: 1000.0})
     (output,) = llm.generate("hello", force)
