@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from .engine.attention import make_backend
 from .engine.config import EngineConfig
 from .engine.core import EngineCore
 from .engine.driver import Driver
@@ -27,7 +26,7 @@ from .engine.models.zoo import LoadedModel, from_pretrained_model, load_model, r
 from .engine.outputs import DeltaReader, RequestOutput, StreamDelta, result_of
 from .engine.params import SamplingParams
 from .engine.progress import CallProgress
-from .engine.worker import Worker
+from .engine.worker import build_worker
 from .guided import GuidedHook
 from .speculative import SpeculationConfig, SpeculativeHook
 
@@ -93,11 +92,11 @@ class LLM:
             "block_size": block_size,
         }
         EngineConfig(max_model_len=1, num_blocks=1, **limits)
-        guided = GuidedHook()
-        built_in: list[SchedulerHook] = [guided]
+        self._guided = GuidedHook()
+        built_in: list[SchedulerHook] = [self._guided]
         drafts = SpeculationConfig.parse(speculation)
         if drafts is not None:
-            built_in.append(SpeculativeHook(drafts, guided=guided))
+            built_in.append(SpeculativeHook(drafts, guided=self._guided))
             limits["max_num_draft"] = drafts.num_speculative_tokens
         loaded = _load(model, tokenizer, device, dtype)
         length, num_blocks = _size_cache(
@@ -122,7 +121,7 @@ class LLM:
             eos_token_ids=loaded.eos_token_ids,
             tokenizer=None if loaded.tokenizer is None else loaded.tokenizer.tokenizer,
         )
-        worker = _worker(loaded, self.config, extensions)
+        worker = build_worker(loaded.model, self.config, extensions=extensions)
         core = EngineCore(self.config, InlineExecutor(worker), [*built_in, *hooks], context)
         self._driver = Driver(core)
 
@@ -148,7 +147,8 @@ class LLM:
         Ctrl-C ends the call's requests and leaves the LLM usable.
 
         Raises:
-            ValueError: a bad prompt or parameter, before anything was started.
+            ValueError: a bad prompt or parameter, or a guide that no backend can compile, before
+                anything was started.
             RuntimeError: called from a hook, or the LLM is closed.
         """
         return self._run(self._inputs.prompts(prompts), params, progress)
@@ -190,7 +190,16 @@ class LLM:
         """
         prepared = self._inputs.prompt(prompt)
         (chosen,) = self._inputs.params(params, 1)
+        self._compile_guides([chosen])
         return self._stream(prepared, chosen)
+
+    def _compile_guides(self, params: Sequence[SamplingParams]) -> None:
+        """Compile the call's guides side by side, so that a refusal is a ValueError of this call.
+        Nobody else waits: other callers' steps go on, and requests find the grammars in the cache.
+        """
+        guides = dict.fromkeys(one.guide for one in params if one.guide is not None)
+        for compilation, _ in [self._guided.compile(guide) for guide in guides]:
+            compilation.result()
 
     def _run(
         self,
@@ -201,6 +210,7 @@ class LLM:
         chosen = self._inputs.params(params, len(prompts))
         groups = [self._inputs.requests(p, one) for p, one in zip(prompts, chosen, strict=True)]
         requests = [request for group in groups for request in group]
+        self._compile_guides(chosen)
         bar = CallProgress(groups, progress)
         left = deque(requests)
 
@@ -351,27 +361,3 @@ def _size_cache(
     length = min(context, num_blocks * block_size) if max_model_len is None else max_model_len
     most = max_num_seqs * ((length + block_size - 1) // block_size)
     return length, min(num_blocks, most)
-
-
-def _worker(
-    loaded: LoadedModel, config: EngineConfig, extensions: Sequence[WorkerExtension]
-) -> Worker:
-    attention = make_backend(
-        "sdpa",
-        num_layers=loaded.config.num_layers,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        num_kv_heads=loaded.config.num_kv_heads,
-        head_dim=loaded.config.head_dim,
-        num_heads=loaded.config.num_heads,
-        dtype=loaded.dtype,
-        device=loaded.device,
-    )
-    return Worker(
-        loaded.model,
-        attention,
-        config,
-        vocab_size=loaded.config.vocab_size,
-        device=loaded.device,
-        extensions=extensions,
-    )

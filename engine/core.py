@@ -71,7 +71,7 @@ class EngineCore:
         self.config = config
         self.executor = executor
         self.hooks = HookChain(hooks, context)
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, executor.most_drafts)
         self.vocab_size = context.vocab_size
         self.timers = StepTimers()
         self.counts = EngineCounts()

@@ -21,6 +21,11 @@ class PendingResult(Protocol):
 
 
 class Executor(Protocol):
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that worker extensions draft behind each sampled token."""
+        ...
+
     def execute(self, plan: StepPlan) -> Flight:
         """Launch the forward of a closed, non-empty plan."""
         ...
@@ -43,6 +48,10 @@ class InlineExecutor:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
+
+    @property
+    def most_drafts(self) -> int:
+        return max((e.num_draft for e in self.worker.extensions), default=0)
 
     def execute(self, plan: StepPlan) -> Flight:
         return self.worker.execute(plan)

@@ -37,8 +37,10 @@ def _order(request: Request) -> tuple[int, int]:
 class Scheduler:
     """Owns the queues, the rows and the block tables' host side."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, most_device_drafts: int = 0) -> None:
+        """``most_device_drafts``: what worker extensions write behind a sampled token."""
         self.config = config
+        self.most_device_drafts = most_device_drafts
         self.cache = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.waiting: list[Request] = []  # both lists are kept in serving order
         self.running: list[Request] = []
@@ -119,7 +121,7 @@ class Scheduler:
         num_tokens, num_draft = self._grant(request, wishes, budget)
         if num_tokens == 0:
             return 0
-        first = len(self.cache.block_ids(request.request_id))
+        first = self.cache.num_blocks(request.request_id)
         request_id, start = request.request_id, request.num_computed
         blocks = self.cache.grow(request_id, start + num_tokens)
         if blocks is None and num_draft:
@@ -145,7 +147,7 @@ class Scheduler:
         if request.num_pending and (wish or request.num_output + 1 >= request.max_tokens):
             return 0, 0
         if not wish and request.sampled:
-            wish = wishes.device.get(request_id, 0)
+            wish = min(wishes.device.get(request_id, 0), self.most_device_drafts)
         known = request.num_tokens + request.num_pending
         remaining = known - request.num_computed
         if remaining > budget:

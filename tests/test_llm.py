@@ -264,6 +264,20 @@ SCHEMA = {
 }
 
 
+@pytest.mark.parametrize(
+    "schema", [{"type": "array", "minItems": 2, "maxItems": 1}, {"$ref": "http://nowhere/x.json"}]
+)
+def test_a_guide_that_cannot_be_compiled_is_a_value_error_of_the_call(
+    llm: LLM, schema: dict[str, Any]
+) -> None:
+    params = [GREEDY, GREEDY.replace(guide=Guide.json(schema))]
+    for _ in range(2):  # the second time the refusal is known already
+        with pytest.raises(ValueError, match=r"unsatisfiable|\$ref"):
+            llm.generate(["a", "b"], params)
+        with pytest.raises(ValueError, match=r"unsatisfiable|\$ref"):
+            llm.stream("a", params[1])
+
+
 def test_guided_text_fits_and_forced_drafts_change_nothing(llm: LLM, tiny_checkpoint: Path) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=100, guide=Guide.json(SCHEMA, max_whitespace=0)

@@ -29,8 +29,8 @@ from gguf import GGUFValueType as ValueType
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
-# Blocks (of 32 elements) at a time: fewer elements than torch starts threads for. The chunk stays in
-# cache and nothing waits for a thread; on a busy machine that is 10 times faster than large chunks.
+# Blocks (of 32 elements) at a time: fewer elements than torch starts threads for. The chunk stays
+# in cache and nothing waits for a thread: on a busy machine, 10 times faster than large chunks.
 CHUNK_BLOCKS = 1000
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -55,6 +55,11 @@ def _refusal(message: str) -> GrammarRefused:
     reason = " ".join(message.split("<state>")[0].split())
     if reason.startswith("NoExtension"):
         reason = "no document matches the schema"
+    remote = re.search(r"Resource '([^']*)' is not present in a registry", reason)
+    if remote is not None:
+        reason = (
+            f"$ref {remote[1]!r} leads out of the schema; only references within it are allowed"
+        )
     return GrammarRefused(kind, reason[:300] or "unknown error")
 
 

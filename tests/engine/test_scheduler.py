@@ -17,7 +17,7 @@ Grants = dict[str, tuple[int, int]]  # request id -> (tokens, drafts among them)
 
 def make_scheduler(**values: Any) -> Scheduler:
     defaults: dict[str, Any] = {"max_model_len": 32, "num_blocks": 64, "block_size": 2}
-    return Scheduler(EngineConfig(**(defaults | values)))
+    return Scheduler(EngineConfig(**(defaults | values)), most_device_drafts=16)
 
 
 def add(
@@ -272,3 +272,12 @@ def test_rows_freed_before_an_empty_plan_reach_the_next_one() -> None:
     assert not launch(scheduler)
     add(scheduler, "b", 3)
     assert launch(scheduler).freed_rows == [row]
+
+
+def test_device_wishes_are_cut_to_what_extensions_write() -> None:
+    config = EngineConfig(max_model_len=32, num_blocks=64, block_size=2)
+    scheduler = Scheduler(config, most_device_drafts=2)
+    add(scheduler, "a", 2)
+    launch(scheduler)
+    ahead = launch(scheduler, device={"a": 5})
+    assert ahead.entries[0].num_draft == 2
