@@ -110,7 +110,9 @@ def test_the_examples_pass(workshop: Path) -> None:
     assert len(tests) == 4
     rules = ["tests/architecture/test_imports.py", "tests/architecture/test_budgets.py"]
     rules += ["tests/architecture/test_synchronising.py"]
-    run(workshop, "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, *rules)
+    unused = ("cacheprovider", "hypothesispytest", "nbmake", "anyio")  # slow to import
+    options = [option for name in unused for option in ("-p", f"no:{name}")]
+    run(workshop, "pytest", "-q", "-x", *options, *tests, *rules)
 
 
 def test_the_examples_keep_the_house_style(workshop: Path) -> None:
