@@ -366,7 +366,7 @@ def test_defaults_follow_hugging_face() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type must be one of \('llama', 'qwen3'\), got 'gpt2'"),
+        ({"model_type": None}, r"model_type must name a model file, got None"),
         ({"hidden_act": "gelu"}, r"hidden_act must be 'silu', got 'gelu'"),
         ({"hidden_size": None}, r"hidden_size must be a positive integer"),
         ({"num_hidden_layers": 0}, r"num_hidden_layers must be a positive integer"),
