@@ -12,47 +12,13 @@ O output features, F gate (or up) features, P positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from .config import ModelConfig
-from .linear import linear
-
-NamedSlices = Iterator[tuple[str, torch.Tensor]]
-
-
-class Linear:
-    """One product that holds the weights of several linear layers with the same input.
-
-    ``parts`` maps each layer's name to its number of output features, in order.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        parts: Mapping[str, int],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        out_features = sum(parts.values())
-        self.parts = dict(parts)
-        self.weight_OI = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return linear(x_TI, self.weight_OI, self.bias_O)
-
-    def named_slices(self, prefix: str) -> NamedSlices:
-        start = 0
-        for name, size in self.parts.items():
-            yield f"{prefix}{name}.weight", self.weight_OI[start : start + size]
-            if self.bias_O is not None:
-                yield f"{prefix}{name}.bias", self.bias_O[start : start + size]
-            start += size
+from .linear import Linear, NamedSlices
 
 
 class RMSNorm:
@@ -82,7 +48,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 
 
 class SwigluMLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """residual + down(silu(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         size = config.intermediate_size
@@ -102,10 +68,10 @@ class SwigluMLP:
             device=device,
         )
 
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         gate_up_T2F = self.gate_up(x_TD)
         gate_TF, up_TF = gate_up_T2F[:, : self.size], gate_up_T2F[:, self.size :]
-        return self.down(F.silu(gate_TF).mul_(up_TF))
+        return self.down(F.silu(gate_TF).mul_(up_TF), residual_TD)
 
     def named_slices(self, prefix: str) -> NamedSlices:
         yield from self.gate_up.named_slices(prefix)

@@ -1,49 +1,108 @@
-"""Linear layers: y = x W^T (+ b), with W stored once, as Hugging Face stores it: [out, in].
+"""Linear layers: y = x W^T (+ b), with the weight stored once, in the layout its products like.
 
-On the CPU in float32 the product costs more by its row count than by its arithmetic. The library's
-usual call passes W as the first operand; for few rows it is much faster to pass x first, that is to
-compute the transposed product W x^T, whose result is feature-major. `cheap_rows` rounds the row
-count to sizes for which that kernel has no remainder, and `linear` chooses the call.
+On two x86-64 cores (AVX2), float32, one step of SmolLM2's products (30 layers and the head) takes,
+in milliseconds, by the number of rows and by how the weight is stored and passed:
+
+======================== ===== ===== ===== ===== ===== ===== ===== ===== =====
+rows                         1     2     4     6     8    12    16    32    64
+======================== ===== ===== ===== ===== ===== ===== ===== ===== =====
+``F.linear``, [out, in]     39    79    79    71    70    82    90   127   196
+``mm``, stored [in, out]    30    49    79    69    86    87   107   141   208
+``mm(W, x^T)``, [out, in]   39    27    30    48    62    84    69    97   153
+oneDNN's packed weight      28    28    32    36    45    45    62    95   164
+one product a row           40    68   108   145   187
+======================== ===== ===== ===== ===== ===== ===== ===== ===== =====
+
+(``python -m tightrope.experiments.e00_linear_rows`` measures it anew.) So `Linear` packs its weight
+once it is loaded. Packed for sixteen rows, one layout serves every row count, and a row's result
+has the same bits whatever the number of rows beside it: decoding and verification agree exactly.
+
+A tied head has to keep plain rows, because the embedding looks them up. `head_product` passes x as
+the first operand and rounds the row count to sizes for which that kernel has no remainder. There a
+row has the same bits for 1 to 11 rows, and for 12 and more.
+
+Where oneDNN is missing, in other dtypes and on other devices all of this is ``F.linear``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-_ROW_MAJOR_FROM = 128  # from here on both calls cost the same, and row-major results are handier
-_NARROW = 11  # up to here the transposed product wants rows that are contiguous
+NamedSlices = Iterator[tuple[str, torch.Tensor]]
+
+_PACKED_FOR = 16  # rows; a pack for one row is slow with more, this one is best or near it for all
 _CHEAP_ROWS = (4, 4, 4, 4, 4, 5, 6, 8, 8, 9, 10, 11, 16, 16, 16, 16, 16)
 
 
-def _is_special(x: torch.Tensor) -> bool:
-    return x.dtype is torch.float32 and x.device.type == "cpu"
+def is_tuned(weight: torch.Tensor) -> bool:
+    """Whether the measured choices above hold for a weight: float32 on the CPU."""
+    return weight.dtype is torch.float32 and weight.device.type == "cpu"
 
 
-def cheap_rows(count: int, weight_OI: torch.Tensor) -> int:
-    """The number of rows, ``count`` or a little more, that a product should be padded to."""
-    if not _is_special(weight_OI) or count >= _ROW_MAJOR_FROM:
-        return count
+class Linear:
+    """One product that holds the weights of several linear layers with the same input.
+
+    ``parts`` maps each layer's name to its number of output features, in order. Weights are
+    undefined until they are copied into `named_slices`; `pack` then makes products fast.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        out_features = sum(parts.values())
+        self.parts = dict(parts)
+        self.weight_OI = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.bias_O = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+
+    @property
+    def is_packed(self) -> bool:
+        return self.weight_OI.layout is not torch.strided
+
+    def __call__(self, x_TI: torch.Tensor, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b, plus ``residual_TO`` where it is given; a new tensor [T, O]."""
+        if self.is_packed:
+            product = torch.ops.mkldnn._linear_pointwise
+            if residual_TO is None:
+                return product.default(x_TI, self.weight_OI, self.bias_O, "none", [], "")
+            return product.binary(x_TI, residual_TO, self.weight_OI, self.bias_O, "add")
+        y_TO = F.linear(x_TI, self.weight_OI, self.bias_O)
+        return y_TO if residual_TO is None else y_TO.add_(residual_TO)
+
+    def pack(self) -> None:
+        """Replace the weight by its packed form, where there is one."""
+        if not self.is_packed and is_tuned(self.weight_OI) and torch.backends.mkldnn.is_available():
+            self.weight_OI = torch.ops.mkldnn._reorder_linear_weight(self.weight_OI, _PACKED_FOR)
+
+    def named_slices(self, prefix: str) -> NamedSlices:
+        """Every part's weight and bias as views to copy into. A packed weight is unpacked."""
+        if self.is_packed:
+            self.weight_OI = self.weight_OI.to_dense()
+        start = 0
+        for name, size in self.parts.items():
+            yield f"{prefix}{name}.weight", self.weight_OI[start : start + size]
+            if self.bias_O is not None:
+                yield f"{prefix}{name}.bias", self.bias_O[start : start + size]
+            start += size
+
+
+def cheap_rows(count: int) -> int:
+    """The number of rows, ``count`` or up to seven more, that `head_product` computes."""
     return _CHEAP_ROWS[count] if count < len(_CHEAP_ROWS) else (count + 7) // 8 * 8
 
 
-def pad_rows(x_RI: torch.Tensor, rows: int) -> torch.Tensor:
-    """``x`` with zero rows appended up to ``rows``; ``x`` itself if it has them already."""
-    missing = rows - x_RI.shape[0]
-    return F.pad(x_RI, (0, 0, 0, missing)) if missing else x_RI
-
-
-def linear(
-    x_RI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return x W^T + b, [R, O]; on the CPU it may be feature-major (strides (1, R)).
-
-    Rows are not padded here: callers pad once, with `cheap_rows`, for many layers.
-    """
+def head_product(x_RI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """x W^T for a plain weight, contiguous [R, O]."""
+    if not is_tuned(weight_OI):
+        return F.linear(x_RI, weight_OI)
     rows = x_RI.shape[0]
-    if rows >= _ROW_MAJOR_FROM or not _is_special(weight_OI):
-        return F.linear(x_RI, weight_OI, bias_O)
-    if rows <= _NARROW:
-        x_RI = x_RI.contiguous()
-    y_RO = torch.mm(weight_OI, x_RI.t()).t()
-    return y_RO if bias_O is None else y_RO.add_(bias_O)
+    padded_PI = F.pad(x_RI, (0, 0, 0, cheap_rows(rows) - rows))
+    return torch.mm(weight_OI, padded_PI.t())[:, :rows].t().contiguous()

@@ -1,10 +1,9 @@
 """Llama: the decoder of Llama 2 and 3, SmolLM2 and their kin (``model_type`` "llama").
 
 One forward serves prompt chunks, decoding and verification: tokens of all requests lie in one row
-[T], and the attention backend knows which belong together. Between attentions the rows are padded
-to a count that products like (`linear.cheap_rows`); residual sums are made in place.
+[T], and the attention backend knows which belong together. Residual sums are made by the products.
 
-Shape suffixes: see `layers`; P padded rows, R rows whose logits are wanted, V vocabulary.
+Shape suffixes: see `layers`; R rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from ..attention import AttentionBackend
 from .config import ModelConfig
-from .layers import Linear, NamedSlices, RMSNorm, Rotary, SwigluMLP, load_named, rotate
-from .linear import cheap_rows, linear, pad_rows
+from .layers import RMSNorm, Rotary, SwigluMLP, load_named, rotate
+from .linear import Linear, NamedSlices, head_product
 
 
 class DecoderLayer:
@@ -64,25 +63,25 @@ class DecoderLayer:
         """Queries and keys, side by side [T, H + K, E], turned by their positions."""
         return rotate(qk_THE, *rope)
 
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.qkv, self.o, self.mlp.gate_up, self.mlp.down)
+
     def forward(
         self,
-        hidden_PD: torch.Tensor,
+        hidden_TD: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         attention: AttentionBackend,
-    ) -> None:
-        """Add this layer's output to ``hidden_PD`` in place; its first T rows are the tokens."""
-        tokens, padded = rope[0].shape[0], hidden_PD.shape[0]
+    ) -> torch.Tensor:
+        """The residual stream after this layer, [T, D]; a new tensor."""
+        tokens = hidden_TD.shape[0]
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        # Attention wants a token's heads together, whatever layout the product chose.
-        qkv_PO = self.qkv(self.input_norm(hidden_PD)).contiguous()
-        qkv_THE = qkv_PO.view(padded, -1, self.head_dim)[:tokens]
+        qkv_THE = self.qkv(self.input_norm(hidden_TD)).view(tokens, -1, self.head_dim)
         qk_THE = self.rotated(qkv_THE[:, : heads + kv_heads], rope)
         attended_THE = attention.run(
             self.index, qk_THE[:, :heads], qk_THE[:, heads:], qkv_THE[:, heads + kv_heads :]
         )
-        attended_TO = attended_THE.reshape(tokens, heads * self.head_dim)
-        hidden_PD += self.o(pad_rows(attended_TO, padded))
-        hidden_PD += self.mlp(self.post_norm(hidden_PD))
+        hidden_TD = self.o(attended_THE.reshape(tokens, heads * self.head_dim), hidden_TD)
+        return self.mlp(self.post_norm(hidden_TD), hidden_TD)
 
 
 class Model:
@@ -102,8 +101,16 @@ class Model:
             for index in range(config.num_layers)
         ]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.head_VD = (
-            self.embedding_VD if config.tie_word_embeddings else torch.empty_like(self.embedding_VD)
+        self.head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(
+                config.hidden_size,
+                {"lm_head": config.vocab_size},
+                bias=False,
+                dtype=dtype,
+                device=device,
+            )
         )
         self.rotary = Rotary(config, dtype=dtype, device=device)
 
@@ -113,8 +120,8 @@ class Model:
         for index, layer in enumerate(self.layers):
             yield from layer.named_slices(f"model.layers.{index}.")
         yield from self.norm.named_slices("model.norm")
-        if not self.config.tie_word_embeddings:
-            yield "lm_head.weight", self.head_VD
+        if self.head is not None:
+            yield from self.head.named_slices("")
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -123,8 +130,13 @@ class Model:
         Raises:
             ValueError: a tensor is missing, unknown, given twice or misshaped.
         """
-        tied = self.config.tie_word_embeddings
-        load_named(dict(self.named_slices()), weights, ignored=("lm_head.weight",) if tied else ())
+        ignored = ("lm_head.weight",) if self.head is None else ()
+        load_named(dict(self.named_slices()), weights, ignored=ignored)
+        for layer in self.layers:
+            for part in layer.linears():
+                part.pack()
+        if self.head is not None:
+            self.head.pack()
 
     @torch.inference_mode()
     def forward(
@@ -134,17 +146,15 @@ class Model:
 
         ``input_ids_T`` and ``positions_T`` are int64 on the model's device.
         """
-        tokens = input_ids_T.shape[0]
-        padded = cheap_rows(tokens, self.embedding_VD)
-        hidden_PD = pad_rows(F.embedding(input_ids_T, self.embedding_VD), padded)
+        hidden_TD = F.embedding(input_ids_T, self.embedding_VD)
         rope = self.rotary.at(positions_T)
         for layer in self.layers:
-            layer.forward(hidden_PD, rope, attention)
-        return self.norm(hidden_PD[:tokens])
+            hidden_TD = layer.forward(hidden_TD, rope, attention)
+        return self.norm(hidden_TD)
 
     @torch.inference_mode()
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Scores of the next token, float32 [R, V]."""
-        rows = hidden_RD.shape[0]
-        padded_PD = pad_rows(hidden_RD, cheap_rows(rows, self.head_VD))
-        return linear(padded_PD, self.head_VD)[:rows].float().contiguous()
+        if self.head is None:
+            return head_product(hidden_RD, self.embedding_VD).float()
+        return self.head(hidden_RD).float()

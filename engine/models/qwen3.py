@@ -9,7 +9,8 @@ import torch
 
 from . import llama
 from .config import ModelConfig
-from .layers import NamedSlices, RMSNorm, rms_norm, rotate
+from .layers import RMSNorm, rms_norm, rotate
+from .linear import NamedSlices
 
 
 class DecoderLayer(llama.DecoderLayer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from tightrope.engine.attention import AttentionBatch, make_backend
 from tightrope.engine.attention_sdpa import SdpaBackend
 from tightrope.engine.models import llama, qwen3
 from tightrope.engine.models.config import ModelConfig
-from tightrope.engine.models.linear import cheap_rows, linear, pad_rows
 
 CPU = torch.device("cpu")
 VOCAB = 128
@@ -203,42 +202,6 @@ def test_many_rows_at_once(reference: Reference, count: int) -> None:
     assert run.error(theirs) < 1e-4
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_padded_products_equal_float64_at_every_row_count(bias: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight_OI = torch.randn(96, 64, generator=generator)
-    bias_O = torch.randn(96, generator=generator) if bias else None
-    x_RI = torch.randn(140, 64, generator=generator)
-    expected = x_RI.double() @ weight_OI.double().T
-    if bias_O is not None:
-        expected += bias_O.double()
-    for rows in [*range(1, 40), 64, 127, 128, 140]:
-        padded = cheap_rows(rows, weight_OI)
-        assert rows <= padded <= rows + 7
-        got = linear(pad_rows(x_RI[:rows], padded), weight_OI, bias_O)
-        assert got.shape == (padded, 96)
-        torch.testing.assert_close(got[:rows].double(), expected[:rows], atol=1e-4, rtol=1e-5)
-
-
-def test_decoding_and_short_verification_give_equal_bits() -> None:
-    """Up to four rows share one padded product: a row does not depend on its company."""
-    generator = torch.Generator().manual_seed(0)
-    weight_OI = torch.randn(960, 576, generator=generator)
-    x_RI = torch.randn(4, 576, generator=generator)
-    together = linear(x_RI, weight_OI)
-    for rows in (1, 2, 3):
-        assert cheap_rows(rows, weight_OI) == 4
-        assert torch.equal(linear(pad_rows(x_RI[:rows], 4), weight_OI)[:rows], together[:rows])
-
-
-def test_other_dtypes_are_not_padded() -> None:
-    weight_OI = torch.randn(8, 4, dtype=torch.bfloat16)
-    assert [cheap_rows(rows, weight_OI) for rows in (1, 3, 17)] == [1, 3, 17]
-    x_RI = torch.randn(3, 4, dtype=torch.bfloat16)
-    assert pad_rows(x_RI, 3) is x_RI
-    assert torch.equal(linear(x_RI, weight_OI), torch.nn.functional.linear(x_RI, weight_OI))
-
-
 def test_bfloat16_logits_are_float32_and_close() -> None:
     theirs, ours = build("llama-untied-llama3")
     half = llama.Model(ours.config, dtype=torch.bfloat16, device=CPU)
@@ -319,7 +282,7 @@ def test_tied_heads_and_rotary_buffers_are_skipped() -> None:
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     model.load_weights(weights.items())
     assert torch.equal(model.embedding_VD, embedding)
-    assert model.head_VD is model.embedding_VD
+    assert model.head is None
     del weights["lm_head.weight"]
     model.load_weights(weights.items())
 
@@ -329,68 +292,3 @@ def test_an_untied_head_must_be_given() -> None:
     weights = {name: w for name, w in theirs.state_dict().items() if name != "lm_head.weight"}
     with pytest.raises(ValueError, match=r"missing: 'lm_head\.weight'"):
         ours.load_weights(weights.items())
-
-
-HF: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 10,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 12,
-    "max_position_embeddings": 16,
-}
-
-
-def test_both_spellings_of_rope_are_read() -> None:
-    scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
-    old = ModelConfig.from_hf({**HF, "rope_theta": 500000.0, "rope_scaling": scaling})
-    new = ModelConfig.from_hf({**HF, "rope_parameters": LLAMA3_ROPE})
-    assert old == new
-    assert new.rope_theta == 500000.0
-    assert new.rope_scaling is not None
-    assert new.rope_scaling["original_max_position_embeddings"] == 32
-    plain = ModelConfig.from_hf({**HF, "rope_scaling": {"type": "linear", "factor": 2}})
-    assert plain.rope_scaling == {"rope_type": "linear", "factor": 2}
-    assert plain.rope_theta == 10000.0
-    assert ModelConfig.from_hf(HF).rope_scaling is None
-
-
-def test_defaults_follow_hugging_face() -> None:
-    config = ModelConfig.from_hf(HF)
-    assert (config.head_dim, config.num_kv_heads, config.rms_norm_eps) == (4, 2, 1e-6)
-    assert not config.tie_word_embeddings
-    assert ModelConfig.from_hf({**HF, "model_type": "qwen3"}).head_dim == 128
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": None}, r"model_type must name a model file, got None"),
-        ({"hidden_act": "gelu"}, r"hidden_act must be 'silu', got 'gelu'"),
-        ({"hidden_size": None}, r"hidden_size must be a positive integer"),
-        ({"num_hidden_layers": 0}, r"num_hidden_layers must be a positive integer"),
-        ({"num_key_value_heads": 3}, r"num_key_value_heads must divide"),
-        ({"head_dim": 7}, r"head_dim must be even"),
-        ({"sliding_window": 4096}, r"sliding_window must be null"),
-        ({"layer_types": ["sliding_attention"]}, r"layer_types may only hold 'full_attention'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, r"rope_type must be one of"),
-        ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling\.factor must be a positive"),
-        ({"rope_parameters": {"rope_theta": 0}}, r"rope_theta must be a positive number"),
-        ({"rope_parameters": {"full_attention": {}}}, r"rope_parameters must be one set"),
-        (
-            {"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
-            r"high_freq_factor must be greater than low_freq_factor=1\.0",
-        ),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config must be absent"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be 1\.0"),
-    ],
-)
-def test_unsupported_settings_are_named(change: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hf({**HF, **change})
-
-
-def test_a_sliding_window_that_is_not_in_use_is_accepted() -> None:
-    config = {**HF, "model_type": "qwen3", "sliding_window": 4096, "use_sliding_window": False}
-    assert ModelConfig.from_hf(config).model_type == "qwen3"
