@@ -3,6 +3,7 @@
 Names are imported when they are first used, so ``import tightrope`` itself costs nothing.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from .speculative import Proposer, SpeculationReport
 
 __version__ = "0.1.0"
+
+# Read when torch is first imported. OpenMP threads otherwise spin while they wait for each other:
+# with one busy process beside it, a step of a small model took 20 times as long (LOG.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _MODULES = {
     "llm": ["LLM"],
