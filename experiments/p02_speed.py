@@ -32,8 +32,8 @@ ARRAY = {
 
 @dataclass(frozen=True)
 class Config:
-    num_tokens: int = 48
-    pairs: int = 9
+    num_tokens: int = 32
+    pairs: int = 7
     batches: tuple[int, ...] = (1, 16)
 
 
