@@ -16,12 +16,13 @@ from ..engine.models.smollm2 import ensure_smollm2
 from ..engine.params import SamplingParams
 from ..llm import LLM
 from .prompts import PROMPTS
-from .records import folder_argument, write
+from .records import conclude, folder_argument, write
 from .reference import greedy, transformers_model
 
 
 @dataclass(frozen=True)
 class Config:
+    num_prompts: int = 20
     num_tokens: int = 64
     tolerance: float = 1e-3
 
@@ -32,7 +33,7 @@ def run(config: Config) -> dict[str, Any]:
     reference = transformers_model(path)
     params = SamplingParams(temperature=0, max_tokens=config.num_tokens, ignore_eos=True)
     with LLM(path, dtype="float32") as llm:
-        outputs = llm.generate(list(PROMPTS), params)
+        outputs = llm.generate(list(PROMPTS[: config.num_prompts]), params)
     gaps: list[float] = []
     for output in outputs:
         prompt, ours = output.prompt_token_ids, output.outputs[0].token_ids
@@ -55,7 +56,7 @@ def run(config: Config) -> dict[str, Any]:
 
 def main() -> None:
     folder: Path = folder_argument(__doc__)
-    print(write(folder, "p01_identity", Config(), run(Config())))
+    conclude(write(folder, "p01_identity", Config(), run(Config())))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from ..engine.models.smollm2 import ensure_smollm2
 from ..engine.params import SamplingParams
 from ..guided import Guide
 from ..llm import LLM
-from .records import STOLEN_CORE, contention, folder_argument, interleaved, write
+from .records import STOLEN_CORE, conclude, contention, folder_argument, interleaved, write
 from .reference import greedy, transformers_model
 
 ARRAY = {
@@ -91,14 +91,15 @@ def run(config: Config) -> dict[str, Any]:
     results["contention_after"] = contention()
     worst = max(results["contention_before"], results["contention_after"])
     results["stolen_core"] = worst > STOLEN_CORE
+    wanted = {"transformers_over_ours_1": 1.3, "transformers_over_ours_16": 1.15}
+    wanted |= {f"unguided_over_guided_{batch}": 0.95 for batch in config.batches}
+    results["holds"] = all(results[name]["ratio"] >= least for name, least in wanted.items())
     return results
 
 
 def main() -> None:
     folder = folder_argument(__doc__)
-    record = write(folder, "p02_speed", Config(), run(Config()))
-    for name, value in record["metrics"].items():
-        print(name, value)
+    conclude(write(folder, "p02_speed", Config(), run(Config())))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from ..engine.outputs import RequestOutput
 from ..engine.params import SamplingParams
 from ..guided import Guide
 from ..llm import LLM
-from .records import folder_argument, write
+from .records import conclude, folder_argument, write
 from .schemas import SCHEMAS, Schema
 
 
@@ -115,7 +115,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def main() -> None:
-    print(write(folder_argument(__doc__), "p03_schemas", Config(), run(Config())))
+    conclude(write(folder_argument(__doc__), "p03_schemas", Config(), run(Config())))
 
 
 if __name__ == "__main__":

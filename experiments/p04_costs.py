@@ -17,7 +17,7 @@ from typing import Any
 from ..engine.models.smollm2 import ensure_smollm2
 from ..engine.params import SamplingParams
 from ..llm import LLM
-from .records import folder_argument, write
+from .records import conclude, folder_argument, write
 
 _LOAD = """
 import time
@@ -87,11 +87,18 @@ def _fresh(script: str) -> str:
 def run(config: Config) -> dict[str, Any]:
     """Loads in fresh processes (best and all), peak memory, and the step's host costs."""
     loads = [float(_fresh(_LOAD)) for _ in range(config.loads)]
-    return {"load_seconds": loads, **json.loads(_fresh(_MEMORY)), **step_costs(config)}
+    result = {"load_seconds": loads, **json.loads(_fresh(_MEMORY)), **step_costs(config)}
+    result["holds"] = (
+        min(loads) <= 6
+        and result["peak_kib"] * 1024 <= 1.5e9
+        and result["schedule_ms"] + result["prepare_ms"] < 1
+        and result["prefix_cache_share"] < 0.01
+    )
+    return result
 
 
 def main() -> None:
-    print(write(folder_argument(__doc__), "p04_costs", Config(), run(Config())))
+    conclude(write(folder_argument(__doc__), "p04_costs", Config(), run(Config())))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in _PACKAGES},
+        "openmp": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "GOMP_"))},
         "git_sha": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -121,6 +122,15 @@ def interleaved(first: Callable[[], float], second: Callable[[], float], *, pair
         for arm, seconds in ((first, result.first), (second, result.second))[:: 1 - 2 * (i % 2)]:
             seconds.append(arm())
     return result
+
+
+def conclude(record: Mapping[str, Any]) -> None:
+    """Print a proof's metrics; leave with exit code 1 where it does not hold."""
+    print(record["experiment"])
+    for name, value in record["metrics"].items():
+        print(f"  {name}: {value}")
+    if not record["metrics"]["holds"]:
+        raise SystemExit(f"{record['experiment']} does not hold")
 
 
 def folder_argument(description: str | None) -> Path:
