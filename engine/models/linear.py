@@ -6,14 +6,16 @@ in milliseconds, by the number of rows and by how the weight is stored and passe
 ======================== ===== ===== ===== ===== ===== ===== ===== ===== =====
 rows                         1     2     4     6     8    12    16    32    64
 ======================== ===== ===== ===== ===== ===== ===== ===== ===== =====
-``F.linear``, [out, in]     39    79    79    71    70    82    90   127   196
-``mm``, stored [in, out]    30    49    79    69    86    87   107   141   208
-``mm(W, x^T)``, [out, in]   39    27    30    48    62    84    69    97   153
-oneDNN's packed weight      28    28    32    36    45    45    62    95   164
-one product a row           40    68   108   145   187
+``F.linear``, [out, in]     37    75    75    77    68    72    80   112   175
+``mm``, stored [in, out]    28    52    80    80    83    82    89   126   198
+``mm(W, x^T)``, [out, in]    38    35    36    64    64    82    67    91   138
+oneDNN's packed weight      33    33    38    50    45    51    55    88   139
+one product a row           38    66   104   152   203
 ======================== ===== ===== ===== ===== ===== ===== ===== ===== =====
 
-(``python -m tightrope.experiments.e00_linear_rows`` measures it anew.) So `Linear` packs its weight
+(``python -m tightrope.experiments.e00_linear_rows`` measures it anew; the record also holds how
+busy the machine was.) Only a single row is cheaper otherwise, stored [in, out], which costs twice
+as much from four rows on. So `Linear` packs its weight
 once it is loaded. Packed for sixteen rows, one layout serves every row count, and a row's result
 has the same bits whatever the number of rows beside it: decoding and verification agree exactly.
 
