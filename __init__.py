@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Read when torch is first imported. OpenMP threads otherwise spin while they wait for each other:
-# with one busy process beside it, a step of a small model took 20 times as long (LOG.md).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read when torch is first imported. OpenMP threads spin while they wait for each other, by default
+# so long that one busy process beside it made a step of a small model 20 times as long (LOG.md).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _MODULES = {
     "llm": ["LLM"],
