@@ -39,7 +39,7 @@ class Config:
 
 def _prompts(llm: LLM, count: int) -> list[list[int]]:
     """Chat prompts of one length: the message's number has always two digits."""
-    render = llm.get_tokenizer().apply_chat_template
+    render: Any = llm.get_tokenizer().apply_chat_template
     texts = [
         f"Explain in detail the number {i} and tell a long story about it."
         for i in range(10, 10 + count)

@@ -58,6 +58,7 @@ def _prompts() -> list[list[int]]:
 @pytest.fixture(scope="module", params=["llama", "llama untied", "qwen3"])
 def golden(request: pytest.FixtureRequest) -> Golden:
     torch.manual_seed(0)
+    reference: Any
     if request.param == "qwen3":
         reference = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32))
     else:
