@@ -197,7 +197,7 @@ class LLM:
         """Compile the call's guides side by side, so that a refusal is a ValueError of this call.
         Nobody else waits: other callers' steps go on, and requests find the grammars in the cache.
         """
-        guides = dict.fromkeys(one.guide for one in params if one.guide is not None)
+        guides = [one.guide for one in params if one.guide is not None]
         for compilation, _ in [self._guided.compile(guide) for guide in guides]:
             compilation.result()
 

@@ -87,7 +87,11 @@ def _fresh(script: str) -> str:
 def run(config: Config) -> dict[str, Any]:
     """Loads in fresh processes (best and all), peak memory, and the step's host costs."""
     loads = [float(_fresh(_LOAD)) for _ in range(config.loads)]
-    result: dict[str, Any] = {"load_seconds": loads, **json.loads(_fresh(_MEMORY)), **step_costs(config)}
+    result: dict[str, Any] = {
+        "load_seconds": loads,
+        **json.loads(_fresh(_MEMORY)),
+        **step_costs(config),
+    }
     result["holds"] = (
         min(loads) <= 6
         and result["peak_kib"] * 1024 <= 1.5e9

@@ -160,7 +160,10 @@ class EngineMachine(RuleBasedStateMachine):
             overlap=rng.random() < 0.5,
         )
         self.masked = rng.random() < 0.5
-        self.modes = [*rng.choice((["host"], ["device"], ["host", "device"], [])), "off"]
+        self.modes = [
+            *rng.choice((["host"], ["device"], ["device"], ["host", "device"], [])),
+            "off",
+        ]
         self.script = Script(rng, events=self.events)
         self.host = HostDrafts(self.script)
         self.recorder = Recorder(self)
