@@ -107,6 +107,7 @@ class InputProcessor:
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
         if isinstance(prompt, str):
+            _check_text(prompt, where)
             text, ids = prompt, self._bundle(where).encode(prompt)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             ids = self._checked_ids(prompt, where)
@@ -202,6 +203,7 @@ class InputProcessor:
             text = bundle.render_chat(conversation, **template)
         except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(f"{where}: {error}") from error
+        _check_text(text, where)
         return self._checked(text, bundle.encode(text, add_special_tokens=False), where)
 
     # --- parameters and requests ---
@@ -279,6 +281,16 @@ class InputProcessor:
 _PROMPT_KINDS = (
     'a text, a list of token ids or a mapping with "prompt", "prompt_token_ids" or "messages"'
 )
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} must be text that UTF-8 can encode, got {text[error.start]!r} "
+            f"(half of a surrogate pair) at index {error.start}"
+        ) from None
 
 
 def _is_single(value: object) -> bool:

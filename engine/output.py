@@ -91,7 +91,5 @@ def _empty_message(request: Request) -> str:
         rules.append("bad_words")
     if params.min_tokens > request.num_output:
         rules.append("min_tokens")
-    if params.logit_bias:
-        rules.append("logit_bias")
     named = " and ".join(rules) if rules else "the masks of the hooks"
     return f"no token is left to sample under {named}"

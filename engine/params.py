@@ -65,6 +65,13 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     for item in items:
         if not isinstance(item, str) or not item:
             raise ValueError(f"{name} must hold non-empty strings only, got {item!r}")
+        try:
+            item.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{name} must hold text that UTF-8 can encode, got {item!r} "
+                "(half of a surrogate pair)"
+            ) from None
     return tuple(dict.fromkeys(cast("list[str]", items)))
 
 

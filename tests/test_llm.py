@@ -93,6 +93,8 @@ def test_a_prompt_of_the_context_length_gets_no_token(llm: LLM) -> None:
             "prompt_token_ids must be a list of token ids, got 'a'",
         ),
         ({"prompt": [5]}, GREEDY, r"prompt must be a text, got \[5\]"),
+        (["a", "b\ud800"], GREEDY, r"prompts\[1\] must be text that UTF-8.*at index 1"),
+        ({"prompt": "\udc00"}, GREEDY, "prompt must be text that UTF-8.*at index 0"),
         (["a", "b"], [GREEDY], "one for each of 2 prompts, got 1"),
         (["a", "b"], [GREEDY, None], r"params\[1\] must be SamplingParams, got None"),
         ("a", {"temperature": 0}, "params must be SamplingParams"),
@@ -144,6 +146,7 @@ def test_chat_continues_the_final_message(llm: LLM) -> None:
         ([], "messages is empty"),
         ([[{"role": "user", "content": "a"}], []], r"messages\[1\] is empty"),
         ([{"content": "a"}], r"messages\[0\] must be a mapping like"),
+        ([{"role": "user", "content": "\ud800"}], "messages must be text that UTF-8"),
         ("hi", "messages must be a list of messages"),
     ],
 )
@@ -351,3 +354,9 @@ def test_a_loaded_model_with_and_without_tokenizer(tiny_checkpoint: Path, llm: L
         for prompt, params in (("a", GREEDY), ([5], GREEDY.replace(stop=["a"]))):
             with pytest.raises(ValueError, match="has no tokenizer"):
                 bare.generate(prompt, params)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_words_that_utf8_cannot_encode_are_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must hold text that UTF-8 can encode"):
+        SamplingParams(**{name: ["a", "\ud800"]})
