@@ -97,7 +97,10 @@ class SdpaBackend:
     ) -> _Group:
         device = batch.slot_mapping_T.device
         query_lens = [batch.query_lens[i] for i in members]
-        query_len, kv_len = max(query_lens), max(seq_lens[i] for i in members)
+        query_len = max(query_lens)
+        # An upper bound may lie beyond the last block.
+        room = batch.block_table_BM.shape[1] * self.block_size
+        kv_len = min(room, max(seq_lens[i] for i in members))
         whole = len(members) == len(batch.query_lens)
         index_G = None if whole else torch.tensor(members, device=device)
 
@@ -108,10 +111,12 @@ class SdpaBackend:
         counts_G1 = of_group(batch.query_start_loc_B1.diff()).unsqueeze(1)
         starts_G1 = of_group(batch.query_start_loc_B1[:-1]).unsqueeze(1)
         seen_L = torch.arange(kv_len, device=device)
+        first_GM = of_group(batch.block_table_BM) * self.block_size
+        in_block = torch.arange(self.block_size, device=device)
+        slots_GL = (first_GM.unsqueeze(2) + in_block).flatten(1)[:, :kv_len]
         # Past an entry's end its last slot is repeated: written, hence finite, and masked.
-        seen_GL = torch.minimum(seen_L, lens_G1 - 1)
-        blocks_GL = of_group(batch.block_table_BM).gather(1, seen_GL // self.block_size)
-        slots_GL = blocks_GL * self.block_size + seen_GL % self.block_size
+        last_G1 = slots_GL.gather(1, lens_G1 - 1)
+        slots_GL = torch.where(seen_L < lens_G1, slots_GL, last_G1)
         rows_GQ = torch.minimum(torch.arange(query_len, device=device), counts_G1 - 1)
         in_order = whole and min(query_lens) == query_len
         alone = exact and len(members) == 1

@@ -99,7 +99,8 @@ def apply_mask(logits_RV: torch.Tensor, masks: MaskRows) -> tuple[torch.Tensor, 
         rows_N = rows_N.pin_memory().to(device, non_blocking=True)
     forbidden_NV = unpack_bitmask(masks.bitmask.to(device, non_blocking=True), logits_RV.shape[1])
     if len(masks.rows) == len(logits_RV):
-        logits_RV.masked_fill_(forbidden_NV, _NEVER)
+        # On a CPU a third of masked_fill_ time; elementwise, so it may write into its input.
+        torch.where(forbidden_NV, logits_RV.new_full((), _NEVER), logits_RV, out=logits_RV)
     else:
         logits_RV[rows_N] = logits_RV[rows_N].masked_fill_(forbidden_NV, _NEVER)
     return forbidden_NV, rows_N

@@ -54,6 +54,7 @@ class StepClock(SchedulerHook):
 class Config:
     num_tokens: int = 32
     pairs: int = 7
+    guided_pairs: int = 15
     batches: tuple[int, ...] = (1, 16)
 
 
@@ -109,7 +110,7 @@ def run(config: Config) -> dict[str, Any]:
             results[f"unguided_over_guided_{batch}"] = interleaved(
                 lambda p=prompts: clock.median_step(lambda: ours(p, plain)),
                 lambda p=prompts: clock.median_step(lambda: ours(p, guided)),
-                pairs=config.pairs,
+                pairs=config.guided_pairs,
             ).summary()
     results["contention_after"] = contention()
     worst = max(results["contention_before"], results["contention_after"])

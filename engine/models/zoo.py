@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,21 +89,29 @@ def load_model(
     """
     path = resolve(name)
     on = _device(device)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return _load(str(name), path, on, dtype, pool)
+
+
+def _load(
+    name: str, path: Path, on: torch.device, dtype: str | torch.dtype, pool: Executor
+) -> LoadedModel:
+    """The tokenizer is built beside the weights, whose copies do not hold the interpreter."""
     if path.suffix == ".gguf":
         gguf = GGUFFile(path)
         hf_config = gguf.config()
         as_dtype = _dtype(dtype, on, torch.bfloat16)
         weights = gguf.tensors(as_dtype)
-        tokenizer = load_tokenizer(gguf)
+        tokenizer = pool.submit(load_tokenizer, gguf)
         generation = {key: value for key in _TOKEN_KEYS if (value := hf_config[key]) is not None}
     else:
         hf_config = read_json(path / "config.json")
         as_dtype = _dtype(dtype, on, _checkpoint_dtype(hf_config))
         weights = iter_safetensors(path)
-        tokenizer = load_tokenizer(path)
+        tokenizer = pool.submit(load_tokenizer, path)
         file = path / "generation_config.json"
         generation = read_json(file) if file.is_file() else {}
-    return _build(hf_config, weights, tokenizer, generation, str(name), as_dtype, on)
+    return _build(hf_config, weights, tokenizer.result, generation, name, as_dtype, on)
 
 
 def from_pretrained_model(
@@ -121,7 +130,7 @@ def from_pretrained_model(
     return _build(
         hf_model.config.to_dict(),
         hf_model.state_dict().items(),
-        bundle,
+        lambda: bundle,
         {} if generation is None else generation.to_diff_dict(),
         hf_model.config.name_or_path or type(hf_model).__name__,
         hf_model.dtype,
@@ -135,7 +144,7 @@ _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def _build(
     hf_config: Mapping[str, Any],
     weights: Weights,
-    tokenizer: TokenizerBundle | None,
+    tokenizer_of: Callable[[], TokenizerBundle | None],
     generation: Mapping[str, Any],
     name: str,
     dtype: torch.dtype,
@@ -146,6 +155,7 @@ def _build(
     with torch.inference_mode():
         model = model_class(config, dtype=dtype, device=device)
         model.load_weights(weights)
+    tokenizer = tokenizer_of()
     ends = set(() if tokenizer is None else tokenizer.eos_token_ids)
     for source in (hf_config, generation):
         value = source.get("eos_token_id")
