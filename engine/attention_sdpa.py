@@ -108,28 +108,31 @@ class SdpaBackend:
             return x if index_G is None else x.index_select(0, index_G)
 
         lens_G1 = of_group(batch.seq_lens_B).unsqueeze(1)
-        counts_G1 = of_group(batch.query_start_loc_B1.diff()).unsqueeze(1)
-        starts_G1 = of_group(batch.query_start_loc_B1[:-1]).unsqueeze(1)
         seen_L = torch.arange(kv_len, device=device)
+        seen_GL = seen_L < lens_G1
         first_GM = of_group(batch.block_table_BM) * self.block_size
         in_block = torch.arange(self.block_size, device=device)
         slots_GL = (first_GM.unsqueeze(2) + in_block).flatten(1)[:, :kv_len]
         # Past an entry's end its last slot is repeated: written, hence finite, and masked.
-        last_G1 = slots_GL.gather(1, lens_G1 - 1)
-        slots_GL = torch.where(seen_L < lens_G1, slots_GL, last_G1)
-        rows_GQ = torch.minimum(torch.arange(query_len, device=device), counts_G1 - 1)
+        slots_GL = torch.where(seen_GL, slots_GL, slots_GL.gather(1, lens_G1 - 1))
         in_order = whole and min(query_lens) == query_len
         alone = exact and len(members) == 1
         is_causal = alone and query_len == kv_len and query_len > 1
-        mask_G1QL = None
-        if not is_causal and not (alone and query_len == 1):
-            last_GQ = lens_G1 - counts_G1 + rows_GQ
-            mask_G1QL = (seen_L <= last_GQ.unsqueeze(2)).unsqueeze(1)
+        mask_G1QL = None if alone else seen_GL[:, None, None]
+        tokens_X = None
+        if query_len > 1 or not in_order:
+            starts_G1 = of_group(batch.query_start_loc_B1[:-1]).unsqueeze(1)
+            counts_G1 = of_group(batch.query_start_loc_B1.diff()).unsqueeze(1)
+            rows_GQ = torch.minimum(torch.arange(query_len, device=device), counts_G1 - 1)
+            tokens_X = None if in_order else (starts_G1 + rows_GQ).flatten()
+            if query_len > 1 and not is_causal:
+                last_GQ = lens_G1 - counts_G1 + rows_GQ
+                mask_G1QL = (seen_L <= last_GQ.unsqueeze(2)).unsqueeze(1)
         return _Group(
             count=len(members),
             query_len=query_len,
             kv_len=kv_len,
-            tokens_X=None if in_order else (starts_G1 + rows_GQ).flatten(),
+            tokens_X=tokens_X,
             slots_X=slots_GL.flatten(),
             mask_G1QL=mask_G1QL,
             is_causal=is_causal,

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from .attention import AttentionBackend
-from .batch import StepBatch, build_batch
+from .batch import BatchBuilder, StepBatch
 from .hooks import Outcome, WorkerExtension
 from .logprobs import PromptLogprobs, prompt_logprobs
 from .sampler import SampleOutput, sample
@@ -101,7 +101,7 @@ class Runner:
         self.model = model
         self.attention = attention
         self.state = state
-        self.block_size = block_size
+        self.batches = BatchBuilder(state, block_size)
         self.extensions = extensions
         self.prepare_seconds = 0.0  # host time to write tables, gather inputs and plan attention
 
@@ -112,7 +112,7 @@ class Runner:
         self.state.apply(plan)
         if plan.block_copies:
             self.attention.copy_blocks(plan.block_copies)
-        batch = build_batch(plan, self.state, self.block_size)
+        batch = self.batches.build(plan)
         self.attention.plan(batch.attention)
         self.prepare_seconds += time.perf_counter() - began
         hidden_TD = self.model.forward(batch.input_ids_T, batch.positions_T, self.attention)

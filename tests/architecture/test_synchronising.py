@@ -28,12 +28,13 @@ WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_sel
 # (file, function) -> why the host may wait, or does not wait, there.
 ALLOWED: dict[tuple[str, str], str] = {
     ("engine/attention_sdpa.py", "SdpaBackend.plan"): "exact lengths, read on the CPU only",
-    ("engine/batch.py", "build_batch"): "lists of the host's own numpy counts",
+    ("engine/batch.py", "_layout"): "lists of the host's own numpy counts",
     ("engine/logprobs.py", "TokenLogprobs.to_host"): "called once a step has been waited for",
     ("engine/processors.py", "ordered_head"): "on the CPU only: numpy sorts faster there",
     ("engine/processors.py", "rows_where"): "on the CPU only; a device keeps every row",
     ("engine/processors.py", "unpack_bitmask"): "on the CPU only: numpy unpacks faster there",
     ("engine/runner.py", "Pending._read"): "the place where a step's tokens reach the host",
+    ("engine/sampler.py", "_argmax"): "on the CPU only: numpy is faster there",
     ("engine/sampler.py", "_draw_random"): "on the CPU only; a device keeps every row",
 }
 
