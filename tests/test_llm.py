@@ -358,5 +358,6 @@ def test_a_loaded_model_with_and_without_tokenizer(tiny_checkpoint: Path, llm: L
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
 def test_words_that_utf8_cannot_encode_are_named(name: str) -> None:
+    words: dict[str, Any] = {name: ["a", "\ud800"]}
     with pytest.raises(ValueError, match=f"{name} must hold text that UTF-8 can encode"):
-        SamplingParams(**{name: ["a", "\ud800"]})
+        SamplingParams(**words)
