@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from . import schema as json_schema
+from . import validation
 from .protocol import GrammarSpec
 
 Backend = Literal["auto", "llguidance"]
@@ -100,10 +101,10 @@ class Guide:
     ) -> tuple[bool | None, str | None]:
         """Whether finished text obeys the guide, and if not, why.
 
-        The verdict is None where no validator can tell. Formats count only if they are among the
-        ``unenforced`` keywords.
+        Takes a bounded time; the verdict is None where none can be had. Formats count only if they
+        are among the ``unenforced`` keywords.
         """
-        return json_schema.validate(self.source, text, formats="format" in unenforced)
+        return validation.validate(self.source, text, formats="format" in unenforced)
 
 
 @dataclass(frozen=True)

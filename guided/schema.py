@@ -1,4 +1,4 @@
-"""JSON schemas: reading, checking, tidying, and validating finished text.
+"""JSON schemas: reading, checking and tidying.
 
 The schema is checked before any grammar library sees it: libraries report broken schemas late,
 differently, or not at all, and huge ones can hold a compiler for minutes. Keywords that no document
@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any, cast
 
 from jsonschema import FormatChecker, exceptions
-from jsonschema.validators import Draft202012Validator, validator_for
-from jsonschema_specifications import REGISTRY
 
 from .python_types import schema_of
+from .validation import short, validator_class
 
 MAX_DEPTH = 96  # nested JSON containers; validators recurse several frames a level
 MAX_ENUM = 50_000  # values of one enum
@@ -51,6 +49,11 @@ _BINDS = {
     "dependentSchemas": "object",
     "unevaluatedProperties": "object",
 }
+_COUNTS = frozenset(
+    f"{most}{what}"
+    for most in ("min", "max")
+    for what in ("Length", "Items", "Properties", "Contains")
+)
 # Formats that JSON Schema defines. Others are annotations: no document can violate them.
 # fmt: off
 STANDARD_FORMATS = frozenset((
@@ -82,7 +85,7 @@ def load(schema: object) -> dict[str, Any]:
     if value is True:
         value = {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"schema must be a JSON object or true, got {_short(value)}")
+        raise ValueError(f"schema must be a JSON object or true, got {short(value)}")
     return _check(cast("Mapping[str, Any]", value))
 
 
@@ -98,10 +101,10 @@ def _check(schema: Mapping[str, Any]) -> dict[str, Any]:
     plain = cast("dict[str, Any]", json.loads(text))
     try:
         # Without format checks: a pattern's dialect is the grammar's affair, not Python's.
-        _validator_class(plain).check_schema(plain, format_checker=FormatChecker(()))
+        validator_class(plain).check_schema(plain, format_checker=FormatChecker(()))
     except exceptions.SchemaError as error:
         raise ValueError(
-            f"schema is invalid at {error.json_path}: {_short(error.message, 300)}"
+            f"schema is invalid at {error.json_path}: {short(error.message, 300)}"
         ) from None
     except RecursionError:
         raise ValueError(f"schema must nest at most {MAX_DEPTH} levels") from None
@@ -151,12 +154,15 @@ def walk(schema: Mapping[str, Any], path: str = "$") -> Iterator[tuple[str, dict
 
 
 def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without the keywords that no document can violate."""
+    """A copy without the keywords that no document can violate, and with counts as integers."""
     copy = cast("dict[str, Any]", json.loads(json.dumps(schema)))
     copy.pop("x-guidance", None)  # would switch compiler options behind the user's back
     for _, node in walk(copy):
         for key in _vacuous(node):
             del node[key]
+        for key in _COUNTS & node.keys():
+            if isinstance(node[key], float):
+                node[key] = int(node[key])  # 2.0 is a count too
     return copy
 
 
@@ -182,53 +188,3 @@ def _vacuous(node: Mapping[str, Any]) -> list[str]:
         "format": node.get("format") not in STANDARD_FORMATS,
     }
     return list(dict.fromkeys(keys + [k for k, vacuous in tests.items() if k in node and vacuous]))
-
-
-def _validator_class(schema: Mapping[str, Any]) -> Any:
-    return validator_for(schema, default=Draft202012Validator)
-
-
-@lru_cache(maxsize=64)
-def _validator(source: str, formats: bool) -> Any:
-    schema = json.loads(source)
-    kind = _validator_class(schema)
-    # The registry holds the published meta-schemas and never fetches anything.
-    return kind(schema, registry=REGISTRY, format_checker=kind.FORMAT_CHECKER if formats else None)
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = dict(pairs)
-    if len(names) != len(pairs):
-        seen: set[str] = set()
-        repeated = next(k for k, _ in pairs if k in seen or seen.add(k))
-        raise ValueError(f"repeated key {repeated!r}")
-    return names
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def validate(source: str, text: str, *, formats: bool = False) -> tuple[bool | None, str | None]:
-    """Whether ``text`` is strict JSON (no repeated keys, no NaN) that fits the schema.
-
-    Returns (verdict, what is wrong); the verdict is None where the validator itself fails, for
-    instance at a pattern in a regex dialect that it does not read. ``formats``: also check the
-    formats that jsonschema can check.
-    """
-    try:
-        document = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        return False, f"not valid JSON: {error}"
-    try:
-        found = exceptions.best_match(_validator(source, formats).iter_errors(document))
-    except Exception as error:  # a validator's own failure must not fail the request
-        return None, f"could not be validated: {type(error).__name__}: {_short(error)}"
-    if found is None:
-        return True, None
-    return False, f"{found.json_path}: {_short(found.message, 300)}"
-
-
-def _short(value: object, limit: int = 80) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"

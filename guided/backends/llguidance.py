@@ -25,6 +25,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from ..protocol import Bitmask, FillJob, GrammarRefused, GrammarSpec, RefusalKind
+from .llguidance_schema import prepare
 
 # Sets of tokens whose masks are made once: blanks, and text without quotes or escapes up to so many
 # characters. The library's own steps are 10 and 30; finer ones save about a third of a mask's time
@@ -35,18 +36,30 @@ _SLICES = [
     r'[^"\\\x00-\x1F\x7F]+',
 ]
 _UNSUPPORTED = re.compile(
-    r"Unimplemented keys|not supported|Unknown format|not disjoint|unsupported", re.IGNORECASE
+    r"Unimplemented keys|(not|only) supported|Unknown format|not disjoint|unsupported"
+    r"|Failed to generate regex",
+    re.IGNORECASE,
 )
 _LIMIT = re.compile(
-    r"too (large|big|many|complex|deep)|limit|fuel|exceed|Unable to determine|TooComplex",
+    r"too (large|big|many|complex|deep)|limit|fuel|exceed|Unable to determine|TooComplex"
+    r"|Expected positive integer",  # it is one, but a large one
     re.IGNORECASE,
+)
+# Of what the library's regex dialect does not read, this is a fault in every dialect.
+_BROKEN_REGEX = re.compile(
+    r"error: (unclosed|unopened|repetition operator missing|invalid repetition count)"
 )
 _NO_TEXT = re.compile(r"Unsatisfiable|unsatisfiable|NoExtension")
 
 
 def _refusal(message: str) -> GrammarRefused:
     kind: RefusalKind = "invalid"
-    if _NO_TEXT.search(message):
+    if message.startswith("regex parse error"):
+        if "decimal literal invalid" in message:
+            kind = "limit"
+        elif not _BROKEN_REGEX.search(message):
+            kind = "unsupported"
+    elif _NO_TEXT.search(message):
         kind = "unsatisfiable"
     elif _UNSUPPORTED.search(message):
         kind = "unsupported"
@@ -76,7 +89,33 @@ def _dropped(warnings: Sequence[str]) -> tuple[str, ...]:
             names.append("oneOf")
         else:
             names.append(warning)
-    return tuple(sorted(set(names)))
+    return tuple(names)
+
+
+def _without_spellings(tokenizer: str) -> str:
+    """The tokenizer's JSON with special tokens that no text spells.
+
+    The library tokenizes forced text with them, and would force the special token itself where a
+    constant or a key holds its spelling. Ids stay, and the library needs no more of them.
+    """
+    description = json.loads(tokenizer)
+    names = {
+        token["content"]: f"\0<special:{token['id']}>\0"  # JSON text holds no NUL
+        for token in description["added_tokens"]
+        if token["special"]
+    }
+    for token in description["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = description["model"]
+    if isinstance(model["vocab"], dict):
+        vocab = cast("dict[str, int]", model["vocab"])
+        model["vocab"] = {names.get(word, word): i for word, i in vocab.items()}
+    else:  # Unigram
+        pieces = cast("list[tuple[str, float]]", model["vocab"])
+        model["vocab"] = [(names.get(word, word), score) for word, score in pieces]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps(description)
 
 
 class LLGuidanceGrammar:
@@ -127,9 +166,15 @@ class LLGuidanceGrammar:
 class LLGuidanceCompiled:
     """A compiled grammar: a pristine matcher that has already met its first mask."""
 
-    def __init__(self, backend: LLGuidanceBackend, matcher: LLMatcher, spec: GrammarSpec) -> None:
+    def __init__(
+        self,
+        backend: LLGuidanceBackend,
+        matcher: LLMatcher,
+        spec: GrammarSpec,
+        unenforced: set[str],
+    ) -> None:
         self.backend = backend
-        self.unenforced = _dropped(matcher.get_grammar_warnings())
+        self.unenforced = tuple(sorted({*_dropped(matcher.get_grammar_warnings()), *unenforced}))
         self.num_bytes = 64 * 1024 + 64 * len(spec.source)
         self._matcher = matcher
 
@@ -152,7 +197,7 @@ class LLGuidanceBackend:
         if not eos_token_ids:
             raise ValueError("guide: the model has no end-of-sequence token to end a text with")
         self._tokenizer = LLTokenizer(
-            tokenizer.to_str(),
+            _without_spellings(tokenizer.to_str()),
             n_vocab=vocab_size,
             eos_token=sorted(eos_token_ids),
             slices=_SLICES,
@@ -167,8 +212,9 @@ class LLGuidanceBackend:
         if spec.kind != "json":
             raise GrammarRefused("unsupported", f"llguidance compiles no {spec.kind!r} here")
         spaces = rf"[\x20\x0A\x0D\x09]{{0,{spec.max_whitespace}}}"
+        source, unenforced = prepare(spec.source, lenient=spec.lenient)
         grammar = LLMatcher.grammar_from_json_schema(
-            spec.source,
+            source,
             overrides={
                 "whitespace_flexible": spec.max_whitespace > 0,
                 "whitespace_pattern": spaces if spec.max_whitespace else None,
@@ -183,7 +229,7 @@ class LLGuidanceBackend:
         matcher.compute_bitmask()
         if matcher.is_error():
             raise _refusal(matcher.get_error())
-        return LLGuidanceCompiled(self, matcher, spec)
+        return LLGuidanceCompiled(self, matcher, spec, unenforced)
 
     def fill(self, jobs: Sequence[FillJob], bitmask: Bitmask) -> list[int]:
         """See `GrammarBackend.fill`; -1 stands for a matcher in error."""

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from tightrope.guided import Guide
-from tightrope.guided.schema import MAX_DEPTH, MAX_ENUM, tidy, validate
+from tightrope.guided.schema import MAX_DEPTH, MAX_ENUM, tidy
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -132,31 +132,16 @@ def test_a_guide_is_a_value() -> None:
         # Names of properties and values are not keywords.
         ({"properties": {"not": {"const": 1}}}, {"properties": {"not": {"const": 1}}}),
         ({"const": {"if": 1}}, {"const": {"if": 1}}),
+        ({"maxLength": 2.0, "minItems": 1.0}, {"maxLength": 2, "minItems": 1}),
+        ({"items": {"minProperties": 1.0}}, {"items": {"minProperties": 1}}),
+        (
+            {"maximum": 2.0, "const": {"maxLength": 2.0}},
+            {"maximum": 2.0, "const": {"maxLength": 2.0}},
+        ),
         ({"items": {"anyOf": [{"not": False}]}}, {"items": {"anyOf": [{}]}}),
     ],
 )
 def test_only_keywords_that_bind_nothing_are_dropped(
     before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    assert tidy(before) == after
-
-
-@pytest.mark.parametrize(
-    ("schema", "text", "verdict", "named"),
-    [
-        ({"type": "integer"}, "3", True, None),
-        ({"type": "integer"}, '"3"', False, "integer"),
-        ({}, '{"a":1,"a":2}', False, "repeated key 'a'"),
-        ({}, "NaN", False, "NaN"),
-        ({}, '{"a":', False, "not valid JSON"),
-        ({"pattern": r"\p{L}"}, '"a"', None, "could not be validated"),
-        ({"not": {"type": "string"}}, '"a"', False, "not"),
-        ({"properties": {"a": {"maximum": 1}}}, '{"a":2}', False, r"$.a"),
-    ],
-)
-def test_finished_text_is_validated(
-    schema: dict[str, Any], text: str, verdict: bool | None, named: str | None
-) -> None:
-    valid, error = validate(json.dumps(schema), text)
-    assert valid is verdict
-    assert error is None if named is None else named in (error or "")
+    assert json.dumps(tidy(before)) == json.dumps(after)  # 2 and 2.0 are not the same text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -209,6 +210,40 @@ def test_unenforced_keywords_are_reported_or_refused(
     with pytest.raises(GrammarRefused, match="uniqueItems") as caught:
         strict.result(timeout=20)
     assert caught.value.kind == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "keyword", "valid"),
+    [
+        ({"type": "string", "format": "date"}, '"2023-02-29"', "format", False),
+        ({"type": "string", "format": "date"}, '"2024-02-29"', "format", True),
+        ({"type": "integer", "minimum": 2**53 + 1}, str(2**53), "minimum", False),
+    ],
+)
+def test_what_a_strict_grammar_lets_through_is_reported_or_refused(
+    hook: GuidedHook, context: EngineContext, schema: Any, text: str, keyword: str, valid: bool
+) -> None:
+    made = admit(hook, request(Guide.json(schema)))
+    commit(hook, plan_of((made, [])), made, [*encode(context, text), 2])
+    made.finish_reason = "stop"
+    report = cast("GuideReport", hook.report(made)["guide"])
+    assert (report.unenforced, report.valid) == ((keyword,), valid)
+    strict = hook.admit(request(Guide.json(schema, on_unenforced="refuse"), "s"))
+    assert strict is not None
+    with pytest.raises(GrammarRefused, match=keyword):
+        strict.result(timeout=20)
+
+
+def test_a_hostile_schema_does_not_stall_the_report(
+    hook: GuidedHook, context: EngineContext
+) -> None:
+    made = admit(hook, request(Guide.json({"not": {"type": "string", "pattern": "^(a+)+$"}})))
+    commit(hook, plan_of((made, [])), made, [*encode(context, f'"{"a" * 40}!"'), 2])
+    made.finish_reason = "stop"
+    start = time.process_time()
+    report = cast("GuideReport", hook.report(made)["guide"])
+    assert time.process_time() - start < 1
+    assert report.valid is True
 
 
 def test_text_cut_short_is_not_judged(hook: GuidedHook, context: EngineContext) -> None:
