@@ -168,7 +168,7 @@ def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _vacuous(node: Mapping[str, Any]) -> list[str]:
     kinds: Any = node.get("type")
-    types = {kinds} if isinstance(kinds, str) else set(kinds or ())
+    types: list[Any] = [kinds] if isinstance(kinds, str) else list(kinds or ())  # or schemas
     keys: list[str] = [k for k, t in _BINDS.items() if k in node and types and t not in types]
     everything = (True, {})
     tests = {

@@ -61,7 +61,12 @@ def _merges(node: Mapping[str, Any]) -> bool:
 
 def _takes(node: Mapping[str, Any], *kinds: str) -> bool:
     types: Any = node.get("type", kinds)
-    return not set(kinds).isdisjoint([types] if isinstance(types, str) else types)
+    return types in kinds if isinstance(types, str) else any(kind in types for kind in kinds)
+
+
+def _required(node: Mapping[str, Any]) -> list[str]:
+    names: Any = node.get("required")
+    return cast("list[str]", names) if isinstance(names, list) else []  # draft 3 has a boolean
 
 
 def _loose_numbers(node: Mapping[str, Any]) -> set[str]:
@@ -110,7 +115,7 @@ def _as_read(value: float, *, number: bool) -> Fraction | float:
 
 
 def _loose_counts(node: dict[str, Any], lenient: bool) -> set[str]:
-    required = set(cast("list[str]", node.get("required", ())))
+    required = set(_required(node))
     optional = node.get("properties", {}).keys() - required
     closed = node.get("additionalProperties") is False and "patternProperties" not in node
     names: set[str] = set()
@@ -132,9 +137,9 @@ def _escapable(node: dict[str, Any], merges: bool) -> set[str]:
         for key in ("properties", "patternProperties")
         if any(rule not in (True, {}, others) for rule in node.get(key, {}).values())
     }
-    if others is False or not (binding or node.get("required")):
+    required = _required(node)
+    if others is False or not (binding or required):
         return set()
-    required = cast("list[str]", node.get("required", []))
     names = {*node.get("properties", {}), *required}
     counted = not node.keys().isdisjoint(("minProperties", "maxProperties"))
     long = sum(map(len, names)) > _MAX_NAMES or max(map(len, names), default=0) > _MAX_NAME

@@ -128,6 +128,10 @@ def test_what_does_not_hold_is_named(
         {"type": "object", "required": ["a"], "minProperties": 2},
         {"type": "object", "patternProperties": {"^a": {"type": "null"}}, "additionalProperties": {
             "type": "null"}},
+        {
+            "$schema": "http://json-schema.org/draft-03/schema#",
+            "properties": {"a": {"required": True, "type": ["string", {"type": "object"}]}},
+        },
         OPEN,
         {"type": "array", "items": {"anyOf": [OPEN, {"allOf": [{"$ref": "#/$defs/a"}]}]},
          "$defs": {"a": OPEN}},
