@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from .detokenizer import Detokenizer
 from .noise import derive_seed
-from .params import SamplingParams, tokenize_bad_words
+from .params import SamplingParams, check_encodable, tokenize_bad_words
 from .types import Request
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class InputProcessor:
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
         if isinstance(prompt, str):
-            _check_text(prompt, where)
+            check_encodable(prompt, where)
             text, ids = prompt, self._bundle(where).encode(prompt)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             ids = self._checked_ids(prompt, where)
@@ -203,7 +203,7 @@ class InputProcessor:
             text = bundle.render_chat(conversation, **template)
         except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(f"{where}: {error}") from error
-        _check_text(text, where)
+        check_encodable(text, where)
         return self._checked(text, bundle.encode(text, add_special_tokens=False), where)
 
     # --- parameters and requests ---
@@ -281,16 +281,6 @@ class InputProcessor:
 _PROMPT_KINDS = (
     'a text, a list of token ids or a mapping with "prompt", "prompt_token_ids" or "messages"'
 )
-
-
-def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where} must be text that UTF-8 can encode, got {text[error.start]!r} "
-            f"(half of a surrogate pair) at index {error.start}"
-        ) from None
 
 
 def _is_single(value: object) -> bool:

@@ -60,18 +60,23 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def check_encodable(text: str, name: str) -> None:
+    """Raise ValueError for half a surrogate pair, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} must hold text that UTF-8 can encode, got {text[error.start]!r} "
+            f"(half of a surrogate pair) at index {error.start}"
+        ) from None
+
+
 def _strings(name: str, value: object) -> tuple[str, ...]:
     items = _sequence(name, value, "strings")
     for item in items:
         if not isinstance(item, str) or not item:
             raise ValueError(f"{name} must hold non-empty strings only, got {item!r}")
-        try:
-            item.encode()
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"{name} must hold text that UTF-8 can encode, got {item!r} "
-                "(half of a surrogate pair)"
-            ) from None
+        check_encodable(item, name)
     return tuple(dict.fromkeys(cast("list[str]", items)))
 
 
