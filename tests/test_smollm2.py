@@ -5,7 +5,11 @@ Skipped where the model has not been fetched (`make model`).
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +67,16 @@ def test_stream_and_seeds(smollm2: LLM) -> None:
     assert streamed == alone.text
     together = smollm2.generate(["Hello", "The capital of France is", "One, two,"], params)
     assert together[1].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_the_first_script_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    """As saved anywhere: it raises if the person does not validate."""
+    readme = Path(__file__).resolve().parents[1] / "README.md"
+    found = re.search(r"## A first script\n\n```python\n(.*?)```", readme.read_text("utf-8"), re.S)
+    assert found is not None
+    script = tmp_path / "first.py"
+    script.write_text(found[1], encoding="utf-8")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"name='.*' age=\d+ city='.*'\nGuideReport\(.*valid=True", done.stdout)
